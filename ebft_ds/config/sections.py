@@ -1,0 +1,242 @@
+"""The typed sections of a recipe. Field names are unique over all sections, so that every one works as a flat name too.
+
+Names follow TRL's and Axolotl's asynchronous EBFT configuration; the method's own carry `ebft_`. This module holds types and
+single-field constraints; what concerns several fields is in `checks.py`, derived numbers are in `derived.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class Section(BaseModel):
+    """Unknown keys are errors; values are validated on assignment; defaults too."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """Which model is trained and how it is held in memory."""
+
+    model_name_or_path: str | None = Field(None, description="Model folder or hub name.")
+    model_revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
+    feature_model_name_or_path: str | None = Field(
+        None, description="Checkpoint of the frozen feature network, if not the actor's own; needs the identical tokenizer."
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Precision of weights and activations.")
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = Field("sdpa", description="Attention kernel.")
+    trust_remote_code: bool = Field(False, description="Run model code from the checkpoint.")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward.")
+    gradient_checkpointing_kwargs: dict[str, Any] = Field(default_factory=lambda: {"use_reentrant": False})
+    disable_dropout: bool = Field(True, description="Set every dropout of the base model to 0 (LoRA dropout is `lora_dropout`).")
+
+
+class PeftSection(Section):
+    """Adapters. Without `use_peft` the whole model is trained."""
+
+    use_peft: bool = Field(False, description="Train an adapter instead of the whole model.")
+    lora_r: PositiveInt = 16
+    lora_alpha: PositiveFloat = 32.0
+    lora_dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    lora_target_modules: str | list[str] = Field("all-linear", description="Module names, or `all-linear`.")
+    lora_modules_to_save: list[str] = Field(default_factory=list, description="Modules trained in full beside the adapter.")
+    use_rslora: bool = False
+    use_dora: bool = False
+
+
+class DataSection(Section):
+    """Prompts and references."""
+
+    train_dataset: str | None = Field(None, description="JSONL or Parquet file, dataset folder, or hub name.")
+    eval_dataset: str | None = Field(None, description="Held-out rows; without it `eval_holdout` rows are split off.")
+    dataset_config: str | None = Field(None, description="Configuration name of a hub dataset.")
+    train_split: str = "train"
+    eval_split: str | None = Field(None, description="Split of `eval_dataset` (default: `train_split` for files).")
+    eval_holdout: NonNegativeInt = Field(0, description="Rows split off the training data for evaluation (seeded).")
+    eval_max_prompts: PositiveInt = Field(32, description="Most held-out prompts rolled out in one evaluation.")
+    max_train_rows: PositiveInt | None = Field(None, description="Use only the first rows of the training data.")
+    prompt_field: str = "prompt"
+    ground_truth_field: str = "ground_truth"
+    system_prompt: str | None = Field(None, description="Put before chat prompts that bring no system message.")
+    chat_template: str | None = Field(None, description="Jinja text or file that replaces the tokenizer's template.")
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reference_end: Literal["auto", "none"] = Field("auto", description="`auto`: close references with end-of-turn or EOS.")
+    max_seq_length: PositiveInt = Field(2048, description="Prompt plus completion, in tokens.")
+    max_prompt_length: PositiveInt | None = Field(None, description="Longest prompt; default max_seq_length - max_completion_length.")
+    max_reference_length: PositiveInt | None = Field(None, description="Longest reference; default max_seq_length - prompt.")
+    overlong_prompts: Literal["drop", "error"] = Field("drop", description="Rows over the two limits above; never cut.")
+    bad_rows: Literal["error", "skip"] = "error"
+    shuffle: bool = True
+    dataset_num_proc: PositiveInt | None = None
+
+
+class MethodSection(Section):
+    """EBFT itself: features, reward, objective (METHOD sections 1 and 2)."""
+
+    ebft_feature_layers: list[float | int] = Field(
+        default_factory=lambda: [0.25, 0.5, 0.75], description="Depth fractions in (0, 1], or whole layer numbers."
+    )
+    ebft_embed_method: Literal["last_token", "mean_pooling", "completion_mean", "concat"] = "completion_mean"
+    ebft_feature_eos: Literal["auto", "include", "exclude"] = Field(
+        "auto", description="Does a terminal EOS count as a feature position? auto: exclude for last_token, else include."
+    )
+    ebft_feature_norm: Literal["pooled", "token", "per_layer"] = "pooled"
+    ebft_use_whitening: bool | Literal["feature", "sample"] = Field(True, description="true = `feature`.")
+    ebft_whitening_rtol: PositiveFloat | None = Field(None, description="Singular-value cutoff; default 1e-5, bf16 features 1e-2.")
+    ebft_alignment_coef: float = 1.0
+    ebft_diversity_coef: NonNegativeFloat = 1.0
+    ebft_ce_coef: NonNegativeFloat = Field(0.0, description="Weight of cross-entropy on the reference completions.")
+    ebft_rl_coef: NonNegativeFloat = Field(1.0, description="Weight of the EBFT policy loss; 0: references only, no rollouts.")
+    ebft_adaptive_max_tokens: bool = Field(True, description="Each prompt's own token budget from its reference's length.")
+    ebft_gt_length_multiplier: PositiveFloat = 1.5
+    ebft_adaptive_min_tokens: PositiveInt = Field(64, description="Floor of the adaptive budget (never above max_completion_length).")
+    diversity_importance: Literal["none", "sequence"] = "none"
+    scoring_token_budget: PositiveInt = Field(16384, description="Most padded tokens in one feature forward on one rank.")
+
+
+class RolloutSection(Section):
+    """Sampling and the rollout process."""
+
+    num_generations: PositiveInt = Field(4, description="Completions per prompt.")
+    max_completion_length: PositiveInt = 256
+    temperature: PositiveFloat = 1.0
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: NonNegativeInt = 0
+    min_p: float = Field(0.0, ge=0.0, lt=1.0)
+    stop_token_ids: list[int] | None = Field(None, description="Default: the generation configuration's EOS ids.")
+    generation_kwargs: dict[str, Any] = Field(default_factory=dict, description="Further sampling fields by name (top_k, min_p, ...).")
+    max_staleness: NonNegativeInt = Field(1, description="Oldest allowed age of a trained token, in optimizer steps; 0: synchronous.")
+    rollout_engine: Literal["transformers"] = Field("transformers", description="Engine behind the rollout loop.")
+    rollout_loop: str | None = Field(None, description="`package.module:Class` that replaces EBFTRolloutLoop.")
+    rollout_loop_kwargs: dict[str, Any] = Field(default_factory=dict)
+    rollout_device: str | None = Field(None, description="Device of the embedded engine; required when an accelerator is present.")
+    rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="Default: `dtype`.")
+    rollout_batch_size: PositiveInt = Field(64, description="Most sequences the embedded engine decodes at once.")
+    rollout_threads: PositiveInt | None = Field(None, description="Threads of the rollout process on CPU; default 1.")
+    rollout_start_timeout: PositiveFloat = Field(300.0, description="Seconds until the engine must be ready.")
+    rollout_timeout: PositiveFloat = Field(600.0, description="Seconds without a sign of progress until the engine counts as lost.")
+    vllm_merge_check_interval: PositiveInt = Field(1, description="Optimizer steps between merge checks (weight pushes).")
+    sync_bucket_mb: PositiveFloat = Field(64.0, description="Size of one weight bucket in MiB.")
+    sync_timeout: PositiveFloat = Field(300.0, description="Seconds until a weight push must be confirmed.")
+    sync_probe: bool = Field(True, description="Compare engine and trainer log-probs on a fixed sequence at start and after each push.")
+    sync_probe_tolerance: PositiveFloat | None = Field(None, description="Largest mean log-prob gap; default 1e-3 float32, 0.15 else.")
+
+
+class LossSection(Section):
+    """Advantages and policy loss (METHOD sections 3 and 4)."""
+
+    advantage_estimator: Literal["ebft_rloo", "rloo", "group", "reinforce"] = "ebft_rloo"
+    scale_rewards: Literal["none", "group", "batch"] = "none"
+    loss_type: Literal["reinforce", "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"] = "dapo"
+    epsilon_low: NonNegativeFloat = 0.2
+    epsilon_high: NonNegativeFloat = 0.2
+    old_logprobs: Literal["current", "engine"] = "current"
+    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"] = "token_truncate"
+    vllm_importance_sampling_cap: PositiveFloat = 3.0
+    beta: NonNegativeFloat = Field(0.0, description="KL to the reference policy (the frozen base).")
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    mask_truncated_completions: bool = False
+    skip_zero_advantage_batches: bool = True
+    reward_funcs: list[str] = Field(default_factory=list, description="`package.module:function` further objectives.")
+    reward_weights: list[float] | None = Field(None, description="Feature matching first, then one per reward function.")
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    warm_start_steps: NonNegativeInt = Field(0, description="Cross-entropy steps on references before the first rollouts.")
+    warm_start_learning_rate: PositiveFloat | None = Field(None, description="Default: learning_rate.")
+    warm_start_batch_size: PositiveInt | None = Field(None, description="References per warm-start step; default the global batch.")
+    rl_warmup_start: NonNegativeFloat = Field(1.0, description="Factor of ebft_rl_coef at the first EBFT step...")
+    rl_warmup_steps: NonNegativeInt = Field(0, description="...rising linearly to 1 over these steps.")
+    ce_decay_steps: NonNegativeInt = Field(0, description="Steps over which ebft_ce_coef falls linearly to 0 (0: constant).")
+    logprob_chunk_size: PositiveInt = Field(512, description="Positions per chunk of the log-prob head.")
+    log_entropy: bool = Field(True, description="Log the policy's mean entropy on completion tokens.")
+
+
+class OptimSection(Section):
+    """Optimizer and schedule."""
+
+    learning_rate: PositiveFloat = 1e-6
+    weight_decay: NonNegativeFloat = 0.0
+    adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    adam_beta2: float = Field(0.999, ge=0.0, lt=1.0)
+    adam_epsilon: PositiveFloat = 1e-8
+    max_grad_norm: NonNegativeFloat = Field(1.0, description="0: no clipping.")
+    lr_scheduler_type: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "polynomial", "inverse_sqrt"
+    ] = "constant_with_warmup"
+    lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
+    warmup_steps: NonNegativeInt = 0
+    warmup_ratio: float = Field(0.0, ge=0.0, lt=1.0)
+    cosine_min_lr_ratio: float | None = Field(None, ge=0.0, le=1.0)
+    loraplus_lr_ratio: PositiveFloat | None = Field(None, description="LoRA+: learning rate of B over that of A.")
+    loraplus_lr_embedding: PositiveFloat = 1e-6
+    embedding_lr: PositiveFloat | None = None
+    embedding_lr_scale: PositiveFloat | None = None
+    lr_groups: list[dict[str, Any]] = Field(
+        default_factory=list, description="[{name, modules: [name or regex], lr, weight_decay?}], the first match wins."
+    )
+
+
+class RunSection(Section):
+    """Length of the run, batch, reproducibility, output."""
+
+    mode: Literal["async"] = Field("async", description="Kind of training.")
+    output_dir: str | None = None
+    overwrite_output_dir: bool = Field(False, description="Delete another run's files in output_dir.")
+    resume_from_checkpoint: str | None = Field(None, description="`auto`, or a checkpoint folder.")
+    per_device_train_batch_size: PositiveInt = Field(8, description="Completions per rank in one micro-batch.")
+    gradient_accumulation_steps: PositiveInt = Field(1, description="Micro-batches per rank in one optimizer step.")
+    max_steps: int = Field(-1, ge=-1, description="Optimizer steps; -1: from num_train_epochs.")
+    num_train_epochs: PositiveFloat = Field(1.0, description="Passes over the prompts, when max_steps is -1.")
+    seed: int = 42
+    num_processes: PositiveInt | None = Field(None, description="Ranks that `ebft-ds train` starts; default one per GPU, or 1.")
+    master_port: int | None = Field(None, ge=1, le=65535, description="Rendezvous port; default a free one.")
+
+
+class EngineSection(Section):
+    """DeepSpeed."""
+
+    deepspeed: str | dict[str, Any] | None = Field(None, description="JSON file or dict merged under the recipe; default ds_configs/zero3.json.")
+    feature_deepspeed: str | dict[str, Any] | None = Field(None, description="Same for the frozen copy; default ds_configs/feature_zero3.json.")
+    ddp_timeout: PositiveFloat = Field(1800.0, description="Seconds until a collective counts as hung.")
+    deterministic: bool = Field(False, description="torch.use_deterministic_algorithms.")
+
+
+class CheckpointSection(Section):
+    """Saving."""
+
+    save_steps: NonNegativeInt = Field(0, description="Steps between checkpoints; 0: only at the end.")
+    save_total_limit: PositiveInt | None = Field(2, description="Newest checkpoints kept.")
+    save_at_end: bool = True
+    export_final: bool = Field(True, description="Write final/ in Hugging Face format.")
+    export_merged: bool = Field(True, description="With PEFT: also write the merged model.")
+
+
+class MonitorSection(Section):
+    """What a user sees."""
+
+    logging_steps: PositiveInt = 1
+    log_samples_steps: NonNegativeInt = Field(10, description="Steps between tables of sample completions; 0: never.")
+    log_samples: PositiveInt = Field(3, description="Completions per table.")
+    eval_steps: NonNegativeInt = Field(0, description="Steps between evaluations; before and after the run always.")
+    eval_num_generations: PositiveInt = 4
+    eval_at_start: bool = True
+    eval_at_end: bool = True
+    report_to: list[Literal["tensorboard"]] = Field(default_factory=lambda: ["tensorboard"])
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelSection,
+    "peft": PeftSection,
+    "data": DataSection,
+    "method": MethodSection,
+    "rollout": RolloutSection,
+    "loss": LossSection,
+    "optim": OptimSection,
+    "run": RunSection,
+    "engine": EngineSection,
+    "checkpoint": CheckpointSection,
+    "monitor": MonitorSection,
+}
+"""Section name in a recipe -> its type."""
