@@ -1,0 +1,252 @@
+"""The rollout feed on rank 0: which prompts are in flight, what is fresh enough to train on, what must be rolled out again.
+
+Pure bookkeeping over a client; METHOD section 5 in three rules. With S = max_staleness, t the next step to be fed (its number is the
+trainer's policy version) and e the version that the engine holds:
+
+- Admission. At most (S + 1 - (t - e)) * groups_per_step groups are in flight or waiting: never more than (S + 1) groups_per_step,
+  fewer while the engine lags, because a prompt submitted beyond that could only come back too old. S = 0 thus submits nothing
+  before the step's weights are in the engine.
+- Guard. A group is taken oldest first; one whose oldest sampled token would be older than S is dropped, counted, and its prompt
+  rolled out again (attempt + 1) before any new one.
+- No starvation. A prompt that was dropped once is waited for: no step starts that would make its second attempt too old.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from ebft_ds.errors import CheckpointError, RolloutError
+from ebft_ds.rollout.check import check_group
+from ebft_ds.types import PolicyVersion, Prompt, RolloutGroup, RolloutRequest
+
+
+class RolloutPort(Protocol):
+    """What the feed needs of a client."""
+
+    @property
+    def policy_version(self) -> PolicyVersion: ...
+    @property
+    def vocab_size(self) -> int: ...
+    def submit(self, requests: Sequence[RolloutRequest]) -> None: ...
+    def cancel(self, indices: Sequence[int]) -> None: ...
+    def poll(self, timeout: float) -> list[RolloutGroup]: ...
+
+
+class PromptSource(Protocol):
+    """The prompt stream: random access, the same on every rank and after every resume."""
+
+    def prompt(self, index: int) -> Prompt: ...
+
+
+MakeRequest = Callable[[Prompt, int], RolloutRequest]
+"""(prompt, attempt) -> what to ask the engine for."""
+
+
+class FeedStats(msgspec.Struct, frozen=True):
+    """Counters for the log; `staleness_*` concern the groups taken last, the other counts the whole run."""
+
+    dropped: int
+    queue_depth: int
+    """Finished groups that wait to be taken."""
+    in_flight: int
+    staleness_mean: float
+    staleness_max: int
+    prompts_seen: int
+    """Groups handed out for training."""
+
+
+class _InFlight(msgspec.Struct, frozen=True):
+    request: RolloutRequest
+    engine_version: PolicyVersion
+    """Held by the engine at submission: no token of the group is older."""
+
+
+class RolloutFeed:
+    """Admission, staleness and resume of the training rollouts; also runs evaluation prompts past them."""
+
+    def __init__(
+        self,
+        client: RolloutPort,
+        stream: PromptSource,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        make_request: MakeRequest,
+    ) -> None:
+        self._client = client
+        self._stream = stream
+        self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._make_request = make_request
+        self._next_index = 0
+        self._next_step: PolicyVersion = 0
+        self._again: list[tuple[int, int]] = []
+        """(index, attempt) to submit before any new prompt, in this order."""
+        self._in_flight: dict[int, _InFlight] = {}
+        self._waiting: dict[int, RolloutGroup] = {}
+        self._evaluation: dict[int, RolloutRequest] = {}
+        self._evaluated: dict[int, RolloutGroup] = {}
+        self._dropped = 0
+        self._prompts_seen = 0
+        self._ages: list[int] = []
+
+    def top_up(self, version: PolicyVersion) -> int:
+        """Submit as many prompts as admission allows at trainer version `version`; returns how many. Never blocks."""
+        step = self._step(version)
+        self._drop_stale(step)
+        engine_version = self._client.policy_version
+        capacity = (self._max_staleness + 1 - (step - engine_version)) * self._groups_per_step
+        room = capacity - len(self._in_flight) - len(self._waiting)
+        requests = [self._next_request() for _ in range(max(0, room))]
+        for request in requests:
+            self._in_flight[request.prompt.index] = _InFlight(request, engine_version)
+        if requests:
+            self._client.submit(requests)
+        return len(requests)
+
+    def poll(self, timeout: float) -> int:
+        """Take in what has arrived, waiting up to `timeout` seconds for the first group; returns how many came.
+
+        Raises:
+            RolloutError: the client's, or a group that is not what was asked for.
+        """
+        groups = self._client.poll(timeout)
+        for group in groups:
+            self._take_in(group)
+        return len(groups)
+
+    def ready(self, version: PolicyVersion) -> bool:
+        """True when `take(version)` can hand out a full step without making a prompt on its second attempt too old."""
+        step = self._step(version)
+        self._drop_stale(step)
+        if len(self._waiting) < self._groups_per_step:
+            return False
+        return not any(
+            flight.request.attempt > 0 and step + 1 - flight.engine_version > self._max_staleness for flight in self._in_flight.values()
+        )
+
+    def take(self, version: PolicyVersion) -> list[RolloutGroup]:
+        """The step's groups_per_step groups, in order of prompt.index.
+
+        Raises:
+            RolloutError: called before `ready(version)`.
+        """
+        if not self.ready(version):
+            raise RolloutError(
+                f"step {version}: {len(self._waiting)} fresh groups of {self._groups_per_step} are there, {len(self._in_flight)} in flight; "
+                "take() came before ready()"
+            )
+        chosen = sorted(self._waiting.values(), key=_urgency)[: self._groups_per_step]
+        for group in chosen:
+            del self._waiting[group.prompt.index]
+        self._ages = [version - oldest for group in chosen if (oldest := group.oldest_version) is not None]
+        self._next_step = version + 1
+        self._prompts_seen += len(chosen)
+        return sorted(chosen, key=lambda group: group.prompt.index)
+
+    def roll_out(self, requests: Sequence[RolloutRequest], timeout: float) -> list[RolloutGroup]:
+        """Run evaluation requests (negative indices) and return their groups in the order of the requests.
+
+        Training groups that arrive meanwhile are kept as usual.
+
+        Raises:
+            RolloutError: an index that is not negative or not unique; not done within `timeout` seconds.
+        """
+        indices = [request.prompt.index for request in requests]
+        if len(set(indices)) != len(indices) or any(index >= 0 for index in indices):
+            raise RolloutError(f"evaluation prompts need distinct negative indices, got {indices}")
+        self._evaluation = {request.prompt.index: request for request in requests}
+        self._evaluated = {}
+        deadline = time.monotonic() + timeout
+        try:
+            self._client.submit(requests)
+            while len(self._evaluated) < len(requests):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    self._client.cancel([index for index in indices if index not in self._evaluated])
+                    raise RolloutError(f"evaluation rollouts: {len(self._evaluated)} of {len(requests)} prompts done after {timeout:g} s")
+                self.poll(min(left, 1.0))
+            return [self._evaluated[index] for index in indices]
+        finally:
+            self._evaluation, self._evaluated = {}, {}
+
+    def stats(self) -> FeedStats:
+        """Counters for the log."""
+        return FeedStats(
+            dropped=self._dropped,
+            queue_depth=len(self._waiting),
+            in_flight=len(self._in_flight),
+            staleness_mean=sum(self._ages) / len(self._ages) if self._ages else 0.0,
+            staleness_max=max(self._ages, default=0),
+            prompts_seen=self._prompts_seen,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume needs: groups taken count as trained, everything else submitted is rolled out again, oldest prompt first."""
+        outstanding = [(index, flight.request.attempt) for index, flight in self._in_flight.items()]
+        outstanding += [(index, group.attempt) for index, group in self._waiting.items()]
+        return {
+            "next_index": self._next_index,
+            "again": [list(pair) for pair in sorted(outstanding + self._again)],
+            "dropped": self._dropped,
+            "prompts_seen": self._prompts_seen,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict` into a fresh feed. Raises CheckpointError if the numbers cannot belong together."""
+        if self._in_flight or self._waiting or self._next_index:
+            raise RolloutError("the feed's state must be loaded before the first prompt is submitted")
+        again = [(int(index), int(attempt)) for index, attempt in state["again"]]
+        next_index = int(state["next_index"])
+        if len({index for index, _ in again}) != len(again) or any(not 0 <= index < next_index for index, _ in again):
+            raise CheckpointError(f"rollout feed state is damaged: prompts to roll out again {again} against next prompt {next_index}")
+        self._again = again
+        self._next_index = next_index
+        self._dropped = int(state["dropped"])
+        self._prompts_seen = int(state["prompts_seen"])
+
+    def _step(self, version: PolicyVersion) -> PolicyVersion:
+        """The step that the next `take` feeds: between `take(t)` and the optimizer step, groups are gathered for t + 1 already."""
+        return max(version, self._next_step)
+
+    def _next_request(self) -> RolloutRequest:
+        if self._again:
+            index, attempt = self._again.pop(0)
+        else:
+            index, attempt = self._next_index, 0
+            self._next_index += 1
+        return self._make_request(self._stream.prompt(index), attempt)
+
+    def _take_in(self, group: RolloutGroup) -> None:
+        index = group.prompt.index
+        if index in self._in_flight:
+            check_group(group, self._in_flight[index].request, self._client.vocab_size)
+            del self._in_flight[index]
+            self._waiting[index] = group
+        elif index in self._evaluation and index not in self._evaluated:
+            check_group(group, self._evaluation[index], self._client.vocab_size)
+            self._evaluated[index] = group
+        else:
+            raise RolloutError(f"a rollout group came back for prompt {group.prompt.prompt_id} (index {index}), which is not in flight")
+
+    def _drop_stale(self, step: PolicyVersion) -> None:
+        stale = [
+            index
+            for index, group in self._waiting.items()
+            if (oldest := group.oldest_version) is not None and step - oldest > self._max_staleness
+        ]
+        for index in stale:
+            group = self._waiting.pop(index)
+            self._again.append((index, group.attempt + 1))
+            self._dropped += 1
+        self._again.sort()
+
+
+def _urgency(group: RolloutGroup) -> tuple[float, int, int]:
+    """Oldest tokens first, then the prompt dropped most often, then stream order: with admission no waiting group grows too old."""
+    oldest = group.oldest_version
+    return (float("inf") if oldest is None else oldest, -group.attempt, group.prompt.index)
