@@ -72,7 +72,10 @@ class RolloutEngine(Protocol):
         ...
 
     def finish_update(self, version: int) -> None:
-        """Switch to the staged weights between two tokens, recompute caches. Raises WeightSyncError, weights untouched, if any is missing."""
+        """Switch to the staged weights between two tokens and recompute caches.
+
+        Raises WeightSyncError, weights untouched and the update over, if a tensor is missing or the version is another one.
+        """
         ...
 
     def abort_update(self) -> None:

@@ -137,8 +137,8 @@ class RolloutFeed:
         """
         if not self.ready(version):
             raise RolloutError(
-                f"step {version}: {len(self._waiting)} fresh groups of {self._groups_per_step} are there, {len(self._in_flight)} in flight; "
-                "take() came before ready()"
+                f"step {version}: {len(self._waiting)} fresh groups of {self._groups_per_step} are there and "
+                f"{len(self._in_flight)} in flight; take() came before ready()"
             )
         chosen = sorted(self._waiting.values(), key=_urgency)[: self._groups_per_step]
         for group in chosen:

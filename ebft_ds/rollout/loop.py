@@ -10,9 +10,10 @@ A loop that raises ends the run with its traceback; one that neither hands out g
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import msgspec
 
@@ -56,7 +57,6 @@ class LoopContext:
     seed: int
 
 
-@runtime_checkable
 class RolloutLoop(Protocol):
     """Prompts in, groups out."""
 
@@ -97,7 +97,7 @@ class RolloutLoop(Protocol):
         ...
 
 
-LOOP_METHODS = ("start", "submit", "cancel", "set_policy_version", "groups", "health", "state_dict", "load_state_dict", "stop")
+LOOP_METHODS = tuple(name for name, member in vars(RolloutLoop).items() if callable(member) and not name.startswith("_"))
 
 
 class EBFTRolloutLoop:
@@ -141,7 +141,7 @@ class EBFTRolloutLoop:
         pass
 
 
-def load_loop_class(path: str | None) -> type[RolloutLoop]:
+def load_loop_class(path: str | None) -> Callable[..., RolloutLoop]:
     """The class that `rollout_loop` names (None: EBFTRolloutLoop).
 
     Raises:
@@ -163,3 +163,13 @@ def load_loop_class(path: str | None) -> type[RolloutLoop]:
     if missing:
         raise ConfigError(f"rollout_loop {path!r}: {class_name} lacks {', '.join(missing)} (see ebft_ds.rollout.loop.RolloutLoop)")
     return found
+
+
+def build_loop(path: str | None, context: LoopContext, kwargs: dict[str, Any]) -> RolloutLoop:
+    """`Class(context, **kwargs)`. Raises ConfigError as `load_loop_class` does, and for rollout_loop_kwargs that the class does not take."""
+    loop_class = load_loop_class(path)
+    try:
+        inspect.signature(loop_class).bind(context, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"rollout_loop_kwargs do not fit {path or 'EBFTRolloutLoop'}: {error}") from error
+    return loop_class(context, **kwargs)
