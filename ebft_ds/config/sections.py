@@ -196,8 +196,12 @@ class RunSection(Section):
 class EngineSection(Section):
     """DeepSpeed."""
 
-    deepspeed: str | dict[str, Any] | None = Field(None, description="JSON file or dict merged under the recipe; default ds_configs/zero3.json.")
-    feature_deepspeed: str | dict[str, Any] | None = Field(None, description="Same for the frozen copy; default ds_configs/feature_zero3.json.")
+    deepspeed: str | dict[str, Any] | None = Field(
+        None, description="JSON file merged under the recipe, or a mapping laid over the default ds_configs/zero3.json."
+    )
+    feature_deepspeed: str | dict[str, Any] | None = Field(
+        None, description="Same for the frozen copy; default ds_configs/feature_zero3.json."
+    )
     ddp_timeout: PositiveFloat = Field(1800.0, description="Seconds until a collective counts as hung.")
     deterministic: bool = Field(False, description="torch.use_deterministic_algorithms.")
 
@@ -222,7 +226,7 @@ class MonitorSection(Section):
     eval_num_generations: PositiveInt = 4
     eval_at_start: bool = True
     eval_at_end: bool = True
-    report_to: list[Literal["tensorboard"]] = Field(default_factory=lambda: ["tensorboard"])
+    report_to: list[Literal["tensorboard"]] = Field(default=["tensorboard"])
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ebft_ds.config.aliases import ALIASES
-from ebft_ds.config.fields import FIELDS, nearest
-from ebft_ds.config.foreign import judge_foreign
+from ebft_ds.config.fields import FIELDS, FieldSpec, nearest
+from ebft_ds.config.foreign import judge_foreign, means_default, translate_value
 from ebft_ds.config.sections import SECTIONS
 from ebft_ds.errors import ConfigError
 
@@ -84,6 +84,8 @@ def _add_section(layer: Layer, setting: Setting, section: str, base: Layer) -> N
     if value is None:
         return
     if not isinstance(value, dict):
+        if section == "optim":
+            raise ConfigError(f"{setting.source}: optim is a section here; the optimizer is AdamW, remove {value!r}")
         guess = "model_name_or_path" if section == "model" else nearest(section, FIELDS)
         hint = f"; did you mean {guess}?" if guess else ""
         raise ConfigError(f"{setting.source}: {section} is a section and takes a mapping of fields, not {value!r}{hint}")
@@ -103,24 +105,40 @@ def _add_field(layer: Layer, setting: Setting, section: str | None, key: str, ba
     spec = FIELDS[name]
     if section is not None and section != spec.section:
         raise ConfigError(f"{setting.source}: {head} does not belong to section {section}: it is a field of section {spec.section}")
-    value = setting.value
-    if setting.raw_text is not None and not inner and value is not None and spec.takes_text_only:
-        value = setting.raw_text
     if inner:
-        value = _with_inner(layer.values.get(name, base.values.get(name)), name, inner, value, setting.source)
-    elif name in layer.values and layer.values[name] != value:
-        first = f"{layer.spelled[name]}: {layer.values[name]!r} ({layer.sources[name]})"
-        raise ConfigError(f"{setting.source}: {head}: {value!r} contradicts {first}; both set {name}. Keep one of them.")
+        value = _with_inner(layer.values.get(name, base.values.get(name)), name, inner, setting.value, setting.source)
+    else:
+        value = _whole_value(layer, setting, head, spec)
+        if name in layer.values and layer.values[name] != value:
+            first = f"{layer.spelled[name]}: {layer.values[name]!r} ({layer.sources[name]})"
+            raise ConfigError(f"{setting.source}: {head}: {value!r} contradicts {first}; both set {name}. Keep one of them.")
     if head != name:
         layer.notes.append(f"{setting.source}: {head} is read as {name}")
     layer.values[name], layer.sources[name], layer.spelled[name] = value, setting.source, head
+
+
+def _whole_value(layer: Layer, setting: Setting, written: str, spec: FieldSpec) -> Any:
+    """The value in our terms: other systems' ways to write it are translated, and the text of a text field is kept as it stands."""
+    value = setting.value
+    if means_default(spec, value):
+        layer.notes.append(f"{setting.source}: {written}: null is the default, {spec.default!r}")
+        return spec.default
+    translated = translate_value(spec.name, value)
+    if translated is not value:
+        layer.notes.append(f"{setting.source}: {written}: {value!r} is read as {translated!r}")
+        return translated
+    if setting.raw_text is not None and value is not None and spec.takes_text_only:
+        return setting.raw_text
+    return value
 
 
 def _with_inner(current: Any, name: str, path: str, value: Any, source: Source) -> dict[str, Any]:
     """A copy of the mapping `current` with `value` put at the dotted `path`."""
     if not FIELDS[name].accepts_mapping:
         raise ConfigError(f"{source}: {name}.{path}: {name} is not a mapping ({FIELDS[name].type_text})")
-    whole = copy.deepcopy(current) if isinstance(current, dict) else {}
+    if current is not None and not isinstance(current, dict):
+        raise ConfigError(f"{source}: {name}.{path}: {name} is set to {current!r}, which cannot be reached into; change it there")
+    whole = copy.deepcopy(current) if current else {}
     *parents, last = path.split(".")
     place = whole
     for parent in parents:

@@ -34,7 +34,13 @@ RecipeYamlLoader.yaml_implicit_resolvers = {
 }
 RecipeYamlLoader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
 RecipeYamlLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
-RecipeYamlLoader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(str(loader.construct_scalar(node)), 10))
+
+
+def _decimal(loader: RecipeYamlLoader, node: ScalarNode) -> int:
+    return int(str(loader.construct_scalar(node)), 10)
+
+
+RecipeYamlLoader.add_constructor("tag:yaml.org,2002:int", _decimal)
 
 
 def parse_value(text: str, origin: str) -> Any:
@@ -77,7 +83,9 @@ def _settings(loader: RecipeYamlLoader, shown: str) -> tuple[list[Setting], list
     if root is None:
         return [], []
     if not isinstance(root, MappingNode):
-        raise ConfigError(f"{shown}:{root.start_mark.line + 1}: a recipe is a mapping of fields, not a {root.id}")
+        raise ConfigError(
+            f"{shown}:{root.start_mark.line + 1}: a recipe is a mapping of fields, not {'a list' if isinstance(root, SequenceNode) else 'a single value'}"
+        )
     _refuse_duplicates(root, shown)
     settings: list[Setting] = []
     includes: list[str] = []

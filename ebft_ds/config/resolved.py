@@ -1,0 +1,91 @@
+"""`config.resolved.yaml`: the whole configuration of a run with versions, commit and command. It is a recipe itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import yaml
+
+from ebft_ds.config.async_ebft import AsyncEBFTConfig
+
+RECORDED_PACKAGES = ("ebft_ds", "torch", "transformers", "deepspeed", "peft", "datasets", "safetensors", "numpy", "pydantic")
+
+
+def installed_versions(packages: Sequence[str] = RECORDED_PACKAGES) -> dict[str, str]:
+    """Versions from the installed metadata, without importing anything; `missing` where there is none."""
+    found: dict[str, str] = {}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def find_git_commit(start: Path) -> str | None:
+    """The commit checked out in the repository around `start`, read from .git itself; None outside a repository."""
+    for folder in (start, *start.parents):
+        git = folder / ".git"
+        if git.is_file():
+            git = (folder / git.read_text().removeprefix("gitdir:").strip()).resolve()
+        if (git / "HEAD").is_file():
+            return _commit_of(git)
+    return None
+
+
+def _commit_of(git: Path) -> str | None:
+    head = (git / "HEAD").read_text().strip()
+    if not head.startswith("ref:"):
+        return head or None
+    name = head.removeprefix("ref:").strip()
+    common = git / "commondir"
+    base = (git / common.read_text().strip()).resolve() if common.is_file() else git
+    loose = base / name
+    if loose.is_file():
+        return loose.read_text().strip()
+    packed = base / "packed-refs"
+    for line in packed.read_text().splitlines() if packed.is_file() else []:
+        commit, _, ref = line.partition(" ")
+        if ref == name:
+            return commit
+    return None
+
+
+def write_resolved(
+    path: str | os.PathLike[str],
+    config: AsyncEBFTConfig,
+    command: Sequence[str],
+    versions: Mapping[str, str] | None = None,
+    git_commit: str | None = None,
+) -> None:
+    """Write the configuration as a recipe by sections, headed by comments on where it came from. Atomic: a reader never sees half."""
+    target = Path(path)
+    lines = ["# The configuration of this run, every field stated. `ebft-ds train` takes this file as a recipe.", "#"]
+    lines.append("# command: " + " ".join(_quoted(part) for part in command))
+    lines.append(f"# git_commit: {git_commit or 'unknown'}")
+    lines += [f"# {name}: {version}" for name, version in (versions or installed_versions()).items()]
+    body = resolved_text(config)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as stream:
+        stream.write("\n".join(lines) + "\n\n" + body)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, target)
+
+
+def resolved_text(config: AsyncEBFTConfig, *, explicit_only: bool = False) -> str:
+    """The configuration as YAML by sections; with `explicit_only` just the fields that somebody set."""
+    sections = config.sections()
+    if explicit_only:
+        stated = config.explicit()
+        sections = {name: {key: value for key, value in fields.items() if key in stated} for name, fields in sections.items()}
+    shown = {name: fields for name, fields in sections.items() if fields}
+    return yaml.safe_dump(shown, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True) if shown else ""
+
+
+def _quoted(part: str) -> str:
+    text = part.replace("\n", "\\n")
+    return f"'{text}'" if " " in text else text
