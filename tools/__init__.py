@@ -1,0 +1,1 @@
+"""Scripts of this repository; importable from its root, not installed."""
