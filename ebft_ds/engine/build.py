@@ -1,0 +1,103 @@
+"""Turning a network into a ZeRO-3 engine, and the small surface of it that the rest of the package uses."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ebft_ds.collectives import Collectives
+from ebft_ds.engine.network import FeatureWork, LanguageNetwork, LogProbWork
+from ebft_ds.engine.rotary import restore_rotary_buffers
+from ebft_ds.errors import NumericsError
+
+logger = logging.getLogger(__name__)
+
+
+def init_distributed(timeout_seconds: float) -> Collectives:
+    """Joins the job's process group (from the launcher's environment; a single process makes its own) and returns the CPU group."""
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_seconds))
+    return Collectives.from_default_group(timeout_seconds)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+class ZeroEngine:
+    """A ZeRO-3 engine around a LanguageNetwork. All methods are collective."""
+
+    def __init__(
+        self,
+        network: LanguageNetwork,
+        deepspeed_config: dict[str, Any],
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        learning_rate_factor: Callable[[int], float] | None = None,
+    ) -> None:
+        self.network = network
+        self.deepspeed, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config=deepspeed_config)
+        self._factor = learning_rate_factor
+        self._base_rates = [group["lr"] for group in self.deepspeed.optimizer.param_groups] if optimizer is not None else []
+        restore_rotary_buffers(network)
+        network.train(optimizer is not None)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.deepspeed.device)
+
+    def features(self, work: FeatureWork) -> list[Tensor]:
+        layers: list[Tensor] = self.deepspeed(work)
+        return layers
+
+    def log_probs(self, work: LogProbWork) -> tuple[Tensor, Tensor]:
+        log_probs, entropy = self.deepspeed(work)
+        return log_probs, entropy
+
+    def frozen_log_probs(self, work: LogProbWork) -> tuple[Tensor, Tensor]:
+        """Without gradient, in eval mode (the mode is restored)."""
+        training = self.network.training
+        self.network.eval()
+        try:
+            with torch.no_grad():
+                return self.log_probs(work)
+        finally:
+            self.network.train(training)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Accumulates the gradient of `loss`, which carries global denominators: the sum over ranks and micro-batches is meant.
+
+        DeepSpeed averages over ranks, hence the factor world_size; its own division by accumulation steps is switched off.
+        """
+        self.deepspeed.set_gradient_accumulation_boundary(last)
+        self.deepspeed.backward(loss * dist.get_world_size(), scale_wrt_gas=False)
+
+    def step(self, step: int) -> tuple[float, float]:
+        """Optimizer step number `step` (from 0). Returns (gradient norm before clipping, learning rate of the first group)."""
+        assert self._factor is not None
+        factor = self._factor(step)
+        for group, rate in zip(self.deepspeed.optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = rate * factor
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+        self.deepspeed.step()
+        if self.deepspeed.optimizer.overflow and not self.deepspeed.fp16_enabled():
+            # DeepSpeed skips such a step without a word; in bf16 and float32 nothing but a broken gradient leads here.
+            raise NumericsError(f"step {step}: the gradient is not finite on some rank; the optimizer step was not taken")
+        norm = self.deepspeed.get_global_grad_norm()
+        return float(norm) if norm is not None else float("nan"), float(self._base_rates[0] * factor)

@@ -1,0 +1,138 @@
+"""Loading models straight into ZeRO-3 shards: the actor, and the frozen copy that gives features (and the KL reference)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from ebft_ds.config.sections import ModelSection, PeftSection
+from ebft_ds.engine.network import LanguageNetwork, install_log_prob_head
+from ebft_ds.errors import ConfigError, ModelError
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def sharded_loading(deepspeed_config: dict[str, Any]) -> Iterator[None]:
+    """from_pretrained inside loads each parameter into its ZeRO-3 partition.
+
+    transformers only keeps a weak reference: the object must live as long as the loading does.
+    """
+    handle = HfDeepSpeedConfig(deepspeed_config)
+    try:
+        yield
+    finally:
+        del handle
+        unset_hf_deepspeed_config()
+
+
+def load_model_config(name_or_path: str, section: ModelSection) -> PretrainedConfig:
+    """The checkpoint's configuration; a missing or unreadable one is a ModelError that names the path."""
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            name_or_path, revision=section.model_revision, trust_remote_code=section.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read the model configuration at {_where(name_or_path)}: {error}") from error
+    return config
+
+
+def _where(name_or_path: str) -> str:
+    path = Path(name_or_path)
+    return str(path.resolve()) if path.exists() else f"{name_or_path!r} (no such folder; taken as a hub name)"
+
+
+def load_actor(model: ModelSection, peft: PeftSection, deepspeed_config: dict[str, Any], *, chunk_size: int) -> LanguageNetwork:
+    """The trained network: full, or with a fresh adapter; its head gives chunked log-probs."""
+    assert model.model_name_or_path is not None
+    config = load_model_config(model.model_name_or_path, model)
+    with sharded_loading(deepspeed_config):
+        causal_lm = _from_pretrained(AutoModelForCausalLM, model.model_name_or_path, model, config)
+    if model.disable_dropout:
+        disable_dropout(causal_lm)
+    install_log_prob_head(causal_lm, chunk_size)
+    causal_lm.config.use_cache = False
+    if model.gradient_checkpointing:
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=model.gradient_checkpointing_kwargs)
+        if peft.use_peft:
+            # With frozen embeddings no input of the first block needs a gradient, and reentrant checkpointing would cut the graph.
+            causal_lm.enable_input_require_grads()
+    if not peft.use_peft:
+        return LanguageNetwork(causal_lm)
+    return LanguageNetwork(get_peft_model(causal_lm, lora_config(peft), autocast_adapter_dtype=False))
+
+
+def lora_config(section: PeftSection) -> PeftConfig:
+    """PEFT's configuration of our adapter."""
+    targets = section.lora_target_modules
+    if not isinstance(targets, str) and "lm_head" in targets:
+        raise ConfigError("lora_target_modules: lm_head cannot carry an adapter here; train it whole with lora_modules_to_save=[lm_head]")
+    return LoraConfig(
+        r=section.lora_r,
+        lora_alpha=section.lora_alpha,
+        lora_dropout=section.lora_dropout,
+        target_modules=targets,
+        modules_to_save=section.lora_modules_to_save or None,
+        use_rslora=section.use_rslora,
+        use_dora=section.use_dora,
+        task_type="CAUSAL_LM",
+    )
+
+
+def load_frozen_copy(model: ModelSection, deepspeed_config: dict[str, Any], *, deepest_layer: int, whole: bool) -> LanguageNetwork:
+    """The frozen copy: only blocks up to `deepest_layer` and no head, or the whole causal model when it also gives the KL reference."""
+    source = model.feature_model_name_or_path or model.model_name_or_path
+    assert source is not None
+    config = load_model_config(source, model)
+    if not whole:
+        keep_layers(config.get_text_config(), deepest_layer)
+    with sharded_loading(deepspeed_config):
+        network = _from_pretrained(AutoModelForCausalLM if whole else AutoModel, source, model, config)
+    if whole:
+        install_log_prob_head(network, chunk_size=512)
+    network.requires_grad_(False)
+    network.eval()
+    return LanguageNetwork(network)
+
+
+def keep_layers(config: PretrainedConfig, count: int) -> None:
+    """Cuts a text configuration down to its first `count` blocks, per-layer lists included."""
+    total = config.num_hidden_layers
+    for name, value in list(vars(config).items()):
+        if isinstance(value, (list, tuple)) and len(value) == total and ("layer" in name or "types" in name or "window" in name):
+            setattr(config, name, value[:count])
+    config.num_hidden_layers = count
+
+
+def _from_pretrained(auto_class: Any, source: str, model: ModelSection, config: PretrainedConfig) -> PreTrainedModel:
+    try:
+        network: PreTrainedModel = auto_class.from_pretrained(
+            source,
+            config=config,
+            revision=model.model_revision,
+            dtype=getattr(torch, model.dtype),
+            attn_implementation=model.attn_implementation,
+            trust_remote_code=model.trust_remote_code,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"cannot load the model at {_where(source)}: {error}") from error
+    return network
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Rewards are made without dropout and sampling runs without it; training with it would only widen the off-policy gap."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0

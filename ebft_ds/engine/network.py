@@ -1,0 +1,154 @@
+"""The module inside an engine: one causal language model (or its truncated body) with the two forwards that training needs.
+
+Everything goes through this module's `forward`, so that ZeRO-3's root hooks fire once per forward, whatever is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ebft_ds.errors import ModelError
+from ebft_ds.packing.padded import PaddedRows
+from ebft_ds.policy.logprobs import LogProbHead
+
+
+@dataclass(frozen=True)
+class FeatureWork:
+    """Hidden states wanted: `layers` are hidden-state indices (k = output of block k; L = after the final norm)."""
+
+    rows: PaddedRows
+    layers: Sequence[int]
+    use_adapters: bool = False
+
+
+@dataclass(frozen=True)
+class LogProbWork:
+    """Log-probs wanted of `targets[i]`, predicted at position `columns[i]` of row `rows_index[i]`. All index tensors int64 [N]."""
+
+    rows: PaddedRows
+    rows_index: Tensor
+    columns: Tensor
+    targets: Tensor
+    inverse_temperature: Tensor
+    """float32 [N]."""
+    use_adapters: bool = True
+
+
+class LanguageNetwork(nn.Module):
+    """Wraps `model` (a causal LM, a PEFT model around one, or a bare body without a head)."""
+
+    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def base_model(self) -> PreTrainedModel:
+        """The transformers model without the PEFT wrapper (its layers may still hold adapters)."""
+        model: PreTrainedModel = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        return model
+
+    @property
+    def body(self) -> PreTrainedModel:
+        """The decoder stack: everything but the head."""
+        body: PreTrainedModel = self.base_model.base_model
+        return body
+
+    @property
+    def num_layers(self) -> int:
+        return len(decoder_layers(self.body)[1])
+
+    def forward(self, work: FeatureWork | LogProbWork) -> Any:
+        if isinstance(work, FeatureWork):
+            return self._features(work)
+        return self._log_probs(work)
+
+    def _adapters(self, enabled: bool) -> Any:
+        if enabled or not isinstance(self.model, PeftModel):
+            return nullcontext()
+        return self.model.disable_adapter()
+
+    def _run_body(self, rows: PaddedRows) -> Tensor:
+        output: Tensor = self.body(
+            input_ids=rows.input_ids, attention_mask=rows.attention_mask, position_ids=rows.position_ids, use_cache=False
+        ).last_hidden_state
+        return output
+
+    def _log_probs(self, work: LogProbWork) -> tuple[Tensor, Tensor]:
+        """(log-probs [N], entropy [N]), float32. Only the selected positions reach the head."""
+        head = self.base_model.get_output_embeddings()
+        with self._adapters(work.use_adapters):
+            hidden = self._run_body(work.rows)
+            log_probs, entropy = head(hidden[work.rows_index, work.columns], work.targets, work.inverse_temperature)
+        return log_probs, entropy
+
+    def _features(self, work: FeatureWork) -> list[Tensor]:
+        """One [B, T, H] tensor per wanted layer, without gradient; blocks above the deepest one are not run."""
+        captured: dict[int, Tensor] = {}
+        total = self.num_layers
+        deepest = max(work.layers)
+        training = self.training
+        self.eval()
+        handles = []
+        try:
+            with torch.no_grad(), self._adapters(work.use_adapters), truncated(self.body, deepest):
+                _, layers = decoder_layers(self.body)
+                for index in set(work.layers) - {total}:
+                    handles.append(layers[index - 1].register_forward_hook(_capture(captured, index)))
+                output = self._run_body(work.rows)
+                if deepest == total:
+                    captured[total] = output
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.train(training)
+        return [captured[index] for index in work.layers]
+
+
+def _capture(into: dict[int, Tensor], index: int) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        into[index] = output[0] if isinstance(output, tuple) else output
+
+    return hook
+
+
+def decoder_layers(body: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Attribute name and list of the decoder's blocks."""
+    for name in ("layers", "h", "blocks"):
+        layers = getattr(body, name, None)
+        if isinstance(layers, nn.ModuleList):
+            return name, layers
+    raise ModelError(f"{type(body).__name__} keeps its blocks in none of .layers, .h, .blocks: this architecture is not supported")
+
+
+@contextmanager
+def truncated(body: nn.Module, count: int) -> Iterator[None]:
+    """Runs with the first `count` blocks only; the full list is back afterwards, also after an error.
+
+    Leaving a forward early by an exception instead would leave ZeRO-3 parameters gathered and in flight.
+    """
+    name, layers = decoder_layers(body)
+    if count >= len(layers):
+        yield
+        return
+    setattr(body, name, layers[:count])
+    try:
+        yield
+    finally:
+        setattr(body, name, layers)
+
+
+def install_log_prob_head(model: PreTrainedModel, chunk_size: int) -> None:
+    """Replaces the output embedding by a LogProbHead over the same parameters. Before PEFT and DeepSpeed see the model."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"the output embedding of {type(model).__name__} is {type(head).__name__}, not a linear layer: not supported")
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    model.set_output_embeddings(LogProbHead.adopt(head, chunk_size=chunk_size, softcap=softcap))

@@ -1,0 +1,1 @@
+"""Token budgets, lockstep plans over ranks, and the rows that are forwarded."""

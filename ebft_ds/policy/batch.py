@@ -1,0 +1,124 @@
+"""From scored groups to micro-batches of the policy loss. Pure; every rank builds the same sequences and takes its share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ebft_ds.packing.padded import PaddedRows, pad_rows
+from ebft_ds.types import Prompt, Rollout, RolloutGroup
+
+
+@dataclass(frozen=True)
+class TrainSequence:
+    """One row of the policy forward: a completion with its advantage, or a reference for the cross-entropy."""
+
+    group: int
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    trained: list[bool]
+    """Per completion token: takes part in the loss."""
+    sampling_logprobs: list[float]
+    """Of the engine; zeros for a reference."""
+    advantage: float
+    is_reference: bool
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(self.trained)
+
+
+def completion_sequence(group: int, prompt: Prompt, rollout: Rollout, advantage: float, *, mask_truncated: bool) -> TrainSequence:
+    """A completion; with `mask_truncated`, one that ran out of budget trains on no token (but still counts as a row)."""
+    trained = [False] * len(rollout.token_ids) if mask_truncated and rollout.finish_reason == "length" else rollout.sampled_mask
+    return TrainSequence(group, prompt.token_ids, rollout.token_ids, trained, rollout.logprobs, advantage, False)
+
+
+def reference_sequence(group: int, prompt: Prompt) -> TrainSequence:
+    """The reference completion, every token of it trained."""
+    count = len(prompt.reference_ids)
+    return TrainSequence(group, prompt.token_ids, prompt.reference_ids, [True] * count, [0.0] * count, 0.0, True)
+
+
+def completion_sequences(groups: Sequence[RolloutGroup], advantages: Tensor, *, mask_truncated: bool) -> list[TrainSequence]:
+    """All completions that hold a token, in group order. `advantages` [G, n]."""
+    return [
+        completion_sequence(g, group.prompt, rollout, float(advantages[g, j]), mask_truncated=mask_truncated)
+        for g, group in enumerate(groups)
+        for j, rollout in enumerate(group.rollouts)
+        if rollout.token_ids
+    ]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows for one forward, the positions whose log-probs are wanted, and the [B, T] layout (T = longest completion) of the loss."""
+
+    rows: PaddedRows
+    rows_index: Tensor
+    columns: Tensor
+    targets: Tensor
+    inverse_temperature: Tensor
+    slots: Tensor
+    """int64 [N]: flat index b * T + t of each wanted token."""
+    mask: Tensor
+    """bool [B, T]: trained tokens."""
+    sampling_logp: Tensor
+    """float32 [B, T]."""
+    advantages: Tensor
+    """float32 [B]."""
+    is_reference: Tensor
+    """bool [B]."""
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """[N] values in the [B, T] layout, zeros elsewhere; differentiable."""
+        flat = torch.zeros(self.mask.numel(), dtype=values.dtype, device=values.device)
+        return flat.scatter(0, self.slots, values).view(self.mask.shape)
+
+
+def build_micro_batch(sequences: Sequence[TrainSequence], *, temperature: float, device: torch.device | str = "cpu") -> MicroBatch:
+    """Right-padded rows. Completions are scored at the sampling temperature, references at 1. No sequence: a dummy row, nothing trained.
+
+    The dummy asks for one log-prob, so that its backward touches every parameter: ZeRO-3 reduces gradients collectively.
+    """
+    rows = pad_rows([s.prompt_ids + s.completion_ids for s in sequences] or [[0, 0]], device=device)
+    width = max((len(s.completion_ids) for s in sequences), default=1)
+    count = max(len(sequences), 1)
+    mask = torch.zeros(count, width, dtype=torch.bool)
+    sampling = torch.zeros(count, width)
+    rows_index, columns, targets, inverse, slots = [], [], [], [], []
+    for b, s in enumerate(sequences):
+        mask[b, : len(s.trained)] = torch.tensor(s.trained, dtype=torch.bool)
+        sampling[b, : len(s.sampling_logprobs)] = torch.tensor(s.sampling_logprobs)
+        for t, wanted in enumerate(s.trained):
+            if wanted:
+                rows_index.append(b)
+                columns.append(len(s.prompt_ids) + t - 1)
+                targets.append(s.completion_ids[t])
+                inverse.append(1.0 if s.is_reference else 1.0 / temperature)
+                slots.append(b * width + t)
+    if not targets:
+        rows_index, columns, targets, inverse, slots = [0], [0], [0], [1.0], [0]
+
+    def indices(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return MicroBatch(
+        rows=rows,
+        rows_index=indices(rows_index),
+        columns=indices(columns),
+        targets=indices(targets),
+        inverse_temperature=torch.tensor(inverse, dtype=torch.float32, device=device),
+        slots=indices(slots),
+        mask=mask.to(device),
+        sampling_logp=sampling.to(device),
+        advantages=torch.tensor([s.advantage for s in sequences] or [0.0], dtype=torch.float32, device=device),
+        is_reference=torch.tensor([s.is_reference for s in sequences] or [False], dtype=torch.bool, device=device),
+    )
