@@ -1,0 +1,134 @@
+"""Every key of metrics.jsonl, with its unit and meaning. docs/metrics.md is this table; a test holds them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+CUSTOM_PREFIX = "custom/"
+"""A callback's own keys start with this."""
+REWARD_PREFIX = "rewards/"
+"""One key per further reward function: `rewards/<name>`, mean over the step's completions."""
+
+
+class MetricKey(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+_ROWS = [
+    MetricKey("step", "steps", "Optimizer steps taken; strictly increasing from line to line."),
+    MetricKey("epoch", "passes", "Passes over the prompts, as a fraction."),
+    MetricKey("num_prompts_seen", "prompts", "Prompts trained on since step 0, resumes included."),
+    MetricKey("policy_version", "steps", "Version of the weights after this step."),
+    MetricKey("loss", "-", "What the optimizer minimised: policy loss plus the weighted further terms, over the global batch."),
+    MetricKey("grad_norm", "-", "Global L2 norm of the gradient before clipping."),
+    MetricKey("learning_rate", "-", "Learning rate of the first parameter group in this step."),
+    MetricKey("ce_loss", "nats", "Mean cross-entropy per reference token, before its coefficient."),
+    MetricKey("entropy", "nats", "Mean entropy of the policy per trained token."),
+    MetricKey("kl", "nats", "Mean KL estimate to the reference policy per trained token, before `beta`."),
+    MetricKey("clip_ratio/low", "share", "Trained tokens (gspo: sequences) clipped at the lower bound."),
+    MetricKey("clip_ratio/high", "share", "Trained tokens (gspo: sequences) clipped at the upper bound."),
+    MetricKey("ebft/alignment", "-", "Mean doubled cosine between completion and reference features, before the coefficient."),
+    MetricKey(
+        "ebft/diversity", "-", "Mean doubled dot product with the sibling completions, before the coefficient; subtracted in the reward."
+    ),
+    MetricKey("ebft/reward", "-", "Mean feature-matching reward."),
+    MetricKey("ebft/cfm_loss", "-", "Squared distance of the group's mean feature to the reference's, unwhitened, mean over groups."),
+    MetricKey("ebft/fm_loss_unbiased", "-", "Unbiased estimate of the feature-matching loss, unwhitened, mean over groups of two or more."),
+    MetricKey("ebft/gram_identity_share", "share", "Groups whose whitened Gram matrix is the identity, so that diversity is 0."),
+    MetricKey(
+        "ebft/min_singular_ratio", "-", "Smallest kept singular value over the largest, least of the step's groups (whitening only)."
+    ),
+    MetricKey("ebft/empty_completions", "completions", "Completions without any token, left out of their groups."),
+    MetricKey("reward_std", "-", "Standard deviation of the reward within a group, mean over groups."),
+    MetricKey("frac_reward_zero_std", "share", "Groups whose rewards are all equal (advantage 0)."),
+    MetricKey("completions/mean_length", "tokens", "Mean completion length."),
+    MetricKey("completions/clipped_ratio", "share", "Completions that ran into their token budget."),
+    MetricKey("sampling/importance_sampling_ratio/min", "-", "Smallest weight exp(trainer log-prob - engine log-prob), before the cap."),
+    MetricKey("sampling/importance_sampling_ratio/mean", "-", "Mean of that weight over trained tokens."),
+    MetricKey("sampling/importance_sampling_ratio/max", "-", "Largest such weight."),
+    MetricKey("sampling/sampling_logp_difference/mean", "nats", "Mean absolute gap between trainer and engine log-probs."),
+    MetricKey("sampling/sampling_logp_difference/max", "nats", "Largest such gap."),
+    MetricKey("staleness/mean", "steps", "Mean age of the trained groups' oldest tokens."),
+    MetricKey("staleness/max", "steps", "Greatest such age."),
+    MetricKey("staleness/dropped", "groups", "Groups dropped as too old since the last step; their prompts are rolled out again."),
+    MetricKey("queue/depth", "groups", "Finished groups waiting when the step took its own."),
+    MetricKey("sync/bytes", "bytes", "Weight bytes pushed to the rollout engines."),
+    MetricKey("sync/seconds", "s", "Duration of the push, gathering included."),
+    MetricKey("sync/pause_seconds", "s", "Time for which generation stood still."),
+    MetricKey("sync/probe_mean_gap", "nats", "Mean log-prob gap between engine and trainer on the probe sequence."),
+    MetricKey("sync/probe_max_gap", "nats", "Largest such gap."),
+    MetricKey("sync/delta_survival", "share", "Norm of the update that the pushed dtype kept, over the norm of the update."),
+    MetricKey("time/step", "s", "The whole step."),
+    MetricKey("time/wait_rollout", "s", "Waiting for groups."),
+    MetricKey("time/score", "s", "Feature forwards and rewards."),
+    MetricKey("time/policy", "s", "Policy forwards and backwards."),
+    MetricKey("time/optim", "s", "Gradient reduction, clipping and the optimizer."),
+    MetricKey("time/sync", "s", "Weight push and probe."),
+    MetricKey("time/save", "s", "Writing a checkpoint."),
+    MetricKey("time/eval", "s", "Evaluation on held-out prompts."),
+    MetricKey("perf/tokens_per_s", "tokens/s", "Trained tokens (prompt and completion, no padding) per second of the step, all ranks."),
+    MetricKey("perf/rollout_tokens_per_s", "tokens/s", "Sampled tokens per second of generation."),
+    MetricKey("perf/mfu", "share", "Model FLOPs over the hardware's peak; null where the peak is not known (CPU)."),
+    MetricKey("perf/padding_ratio", "share", "Padding among the tokens of the policy forwards."),
+    MetricKey("perf/prefix_sharing_ratio", "-", "Tokens without prefix sharing over tokens computed (1: nothing shared)."),
+    MetricKey(
+        "memory/peak_gb",
+        "GB",
+        "Most memory used in the step by any rank: accelerator memory, or resident memory on CPU (1 GB = 1e9 bytes).",
+    ),
+    MetricKey("eval/alignment", "-", "`ebft/alignment` on held-out prompts."),
+    MetricKey("eval/diversity", "-", "`ebft/diversity` on held-out prompts."),
+    MetricKey("eval/cfm_loss", "-", "`ebft/cfm_loss` on held-out prompts, trained pooling."),
+    MetricKey("eval/fm_loss_unbiased", "-", "`ebft/fm_loss_unbiased` on held-out prompts, trained pooling."),
+    MetricKey("eval/cfm_loss_other", "-", "The same under one pooling that is not trained."),
+    MetricKey("eval/fm_loss_unbiased_other", "-", "The same under one pooling that is not trained."),
+    MetricKey("eval/reference_ce", "nats", "Mean cross-entropy per held-out reference token."),
+    MetricKey("eval/char_ngram_f", "share", "Character-trigram F1 between completion and reference, mean."),
+    MetricKey("eval/mean_length", "tokens", "Mean length of the held-out completions."),
+    MetricKey("eval/reference_mean_length", "tokens", "Mean length of the held-out references."),
+    MetricKey("eval/ended_share", "share", "Held-out completions that ended by a stop token."),
+    MetricKey("eval/distinct_share", "share", "Different completions among a prompt's, mean over prompts."),
+    MetricKey("eval/prompts", "prompts", "Held-out prompts evaluated."),
+    MetricKey("eval/completions", "completions", "Completions sampled for them."),
+]
+
+KEYS: dict[str, MetricKey] = {row.name: row for row in _ROWS}
+"""Name -> row, in the order of the page."""
+
+
+def unknown_keys(metrics: Iterable[str]) -> list[str]:
+    """Keys that the table lacks and that no open prefix (`custom/`, `rewards/`) covers. For tests: a run never refuses a metric."""
+    return [key for key in metrics if key not in KEYS and not key.startswith((CUSTOM_PREFIX, REWARD_PREFIX))]
+
+
+def tensorboard_tag(key: str) -> str:
+    """TensorBoard groups tags by what stands before the first slash; keys without one go to the group `train`."""
+    return key if "/" in key else f"train/{key}"
+
+
+def render_metrics_doc() -> str:
+    """Text of docs/metrics.md: `print(render_metrics_doc(), end="")` writes the page again."""
+    lines = [
+        "# Metrics",
+        "",
+        "<!-- written by render_metrics_doc() in ebft_ds/monitor/keys.py; do not edit -->",
+        "",
+        "`metrics.jsonl` has one JSON object a step, with strictly increasing `step`. A key stands in a line only if the step measured it.",
+        "NaN and infinity are written as `null`; numbers are not rounded. Ranks are reduced by sums (a mean is one sum over one count),",
+        "so no value depends on the number of ranks. An evaluation's `eval/*` values stand in the object of the step after which it ran",
+        "(step 0: before training); the line is rewritten in place if it was already there. On resume at step N, lines of later steps move",
+        "to `metrics.replaced.jsonl`.",
+        "",
+        "TensorBoard (`tb/`) shows the same keys, grouped by what stands before the first slash; keys without one are under `train/`.",
+        f"Keys of your own callbacks belong under `{CUSTOM_PREFIX}`; further reward functions appear as `{REWARD_PREFIX}<name>`.",
+        "",
+        "| key | unit | meaning |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `{row.name}` | {row.unit} | {row.meaning} |" for row in KEYS.values()]
+    return "\n".join(lines) + "\n"
