@@ -166,7 +166,7 @@ def load_loop_class(path: str | None) -> Callable[..., RolloutLoop]:
 
 
 def build_loop(path: str | None, context: LoopContext, kwargs: dict[str, Any]) -> RolloutLoop:
-    """`Class(context, **kwargs)`. Raises ConfigError as `load_loop_class` does, and for rollout_loop_kwargs that the class does not take."""
+    """`Class(context, **kwargs)`. Raises ConfigError as `load_loop_class` does, and for rollout_loop_kwargs that do not fit."""
     loop_class = load_loop_class(path)
     try:
         inspect.signature(loop_class).bind(context, **kwargs)
