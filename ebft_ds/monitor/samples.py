@@ -75,15 +75,16 @@ def render_table(rows: Sequence[SampleRow], *, title: str | None = None) -> Tabl
     table = Table(title=Text(title) if title is not None else None, show_lines=True, expand=True)
     for heading in ("prompt", "completion", "reference"):
         table.add_column(heading, ratio=3, overflow="fold")
-    for heading in ("reward", "align", "diverse", "adv", "tokens", "end", "version"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("scores", no_wrap=True)
     for row in rows:
         texts = [Text(visible(text, _MAX_TEXT)) for text in (row.prompt, row.completion, row.reference)]
-        scores = [_score(value) for value in (row.reward, row.alignment, row.diversity, row.advantage)]
-        version = "-" if row.version is None else str(row.version)
-        table.add_row(*texts, *scores, str(row.length), Text(row.finish_reason), version)
+        table.add_row(*texts, Text(_scores(row)))
     return table
 
 
-def _score(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _scores(row: SampleRow) -> str:
+    """One line per value: narrow, so that the texts keep the width."""
+    values = {"reward": row.reward, "align": row.alignment, "diverse": row.diversity, "advant": row.advantage}
+    lines = [f"{name:<7} {value:>8.3f}" for name, value in values.items() if value is not None]
+    version = "" if row.version is None else f", v{row.version}"
+    return "\n".join([*lines, f"{row.length} tokens", f"{visible(row.finish_reason)}{version}"])

@@ -80,12 +80,12 @@ def render_before_after(before: EvalResult | None, after: EvalResult) -> Table:
             table.add_row(row.label(after), "-", _number(new), "-", "")
             continue
         old = row.value(before)
-        table.add_row(row.label(after), _number(old), _number(new), f"{new - old:+.4f}", _verdict(row, before, after))
+        table.add_row(row.label(after), _number(old), _number(new), _number(new - old, "+.4f"), _verdict(row, before, after))
     return table
 
 
-def _number(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.4f}"
+def _number(value: float, spec: str = ".4f") -> str:
+    return "-" if math.isnan(value) else format(value, spec)
 
 
 def _verdict(row: _Row, before: EvalResult, after: EvalResult) -> str:

@@ -73,6 +73,7 @@ def test_before_after_says_better_or_worse() -> None:
     for neutral in ("diversity term", "character trigram F", "cfm_loss, last_token", "fm_loss_unbiased, last_token"):
         assert "better" not in row(output, neutral)
         assert "worse" not in row(output, neutral)
+    assert "nan" not in output
     assert "8 prompts, 32 completions" in output
 
 
