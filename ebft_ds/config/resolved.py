@@ -4,69 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 
 import yaml
 
 from ebft_ds.config.async_ebft import AsyncEBFTConfig
 
-RECORDED_PACKAGES = ("ebft_ds", "torch", "transformers", "deepspeed", "peft", "datasets", "safetensors", "numpy", "pydantic")
-
-
-def installed_versions(packages: Sequence[str] = RECORDED_PACKAGES) -> dict[str, str]:
-    """Versions from the installed metadata, without importing anything; `missing` where there is none."""
-    found: dict[str, str] = {}
-    for name in packages:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "missing"
-    return found
-
-
-def find_git_commit(start: Path) -> str | None:
-    """The commit checked out in the repository around `start`, read from .git itself; None outside a repository."""
-    for folder in (start, *start.parents):
-        git = folder / ".git"
-        if git.is_file():
-            git = (folder / git.read_text().removeprefix("gitdir:").strip()).resolve()
-        if (git / "HEAD").is_file():
-            return _commit_of(git)
-    return None
-
-
-def _commit_of(git: Path) -> str | None:
-    head = (git / "HEAD").read_text().strip()
-    if not head.startswith("ref:"):
-        return head or None
-    name = head.removeprefix("ref:").strip()
-    common = git / "commondir"
-    base = (git / common.read_text().strip()).resolve() if common.is_file() else git
-    loose = base / name
-    if loose.is_file():
-        return loose.read_text().strip()
-    packed = base / "packed-refs"
-    for line in packed.read_text().splitlines() if packed.is_file() else []:
-        commit, _, ref = line.partition(" ")
-        if ref == name:
-            return commit
-    return None
-
 
 def write_resolved(
     path: str | os.PathLike[str],
     config: AsyncEBFTConfig,
     command: Sequence[str],
-    versions: Mapping[str, str] | None = None,
-    git_commit: str | None = None,
+    versions: Mapping[str, str],
+    git_commit: str | None,
 ) -> None:
     """Write the configuration as a recipe by sections, headed by comments on where it came from. Atomic: a reader never sees half."""
     target = Path(path)
     lines = ["# The configuration of this run, every field stated. `ebft-ds train` takes this file as a recipe.", "#"]
     lines.append("# command: " + " ".join(_quoted(part) for part in command))
     lines.append(f"# git_commit: {git_commit or 'unknown'}")
-    lines += [f"# {name}: {version}" for name, version in (versions or installed_versions()).items()]
+    lines += [f"# {name}: {version}" for name, version in versions.items()]
     body = resolved_text(config)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     with open(temporary, "w", encoding="utf-8") as stream:

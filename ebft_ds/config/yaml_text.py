@@ -83,9 +83,8 @@ def _settings(loader: RecipeYamlLoader, shown: str) -> tuple[list[Setting], list
     if root is None:
         return [], []
     if not isinstance(root, MappingNode):
-        raise ConfigError(
-            f"{shown}:{root.start_mark.line + 1}: a recipe is a mapping of fields, not {'a list' if isinstance(root, SequenceNode) else 'a single value'}"
-        )
+        kind = "a list" if isinstance(root, SequenceNode) else "a single value"
+        raise ConfigError(f"{shown}:{root.start_mark.line + 1}: a recipe is a mapping of fields, not {kind}")
     _refuse_duplicates(root, shown)
     settings: list[Setting] = []
     includes: list[str] = []

@@ -1,0 +1,1 @@
+"""The command line. Wiring only; `ebft-ds --help` imports no torch."""

@@ -1,0 +1,49 @@
+"""`ebft-ds train --dry-run`: every check that a training makes at its start, and the numbers that follow."""
+
+from __future__ import annotations
+
+import os
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ebft_ds.cli.hardware import count_accelerators, default_world_size
+from ebft_ds.config import LoadedRecipe
+from ebft_ds.config.derived import DerivedNumbers
+
+
+def dry_run(loaded: LoadedRecipe) -> None:
+    """Print the derived numbers. Errors: whatever would stop the training at its start."""
+    from ebft_ds.cli.supervisor import usable_port
+    from ebft_ds.cli.train import show_notes
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    accelerators = count_accelerators()
+    world_size = world_size_here(loaded, accelerators)
+    if loaded.config.run.master_port is not None:
+        usable_port(loaded.config.run.master_port)
+    from ebft_ds.data.preflight import run_preflight
+
+    found = run_preflight(loaded.config, world_size=world_size, accelerators=accelerators)
+    show_notes(found.notes)
+    console = Console()
+    console.print(numbers_table(found.derived))
+    console.print("The recipe, the model files and the data are fine; nothing was started.")
+
+
+def world_size_here(loaded: LoadedRecipe, accelerators: int) -> int:
+    """Ranks: a launcher's, or those that `ebft-ds train` would start."""
+    if "WORLD_SIZE" in os.environ:
+        from ebft_ds.train import check_world_size
+
+        return check_world_size(loaded)
+    return default_world_size(loaded.config.run.num_processes, accelerators)
+
+
+def numbers_table(derived: DerivedNumbers) -> Table:
+    """Derived numbers as a two-column table."""
+    table = Table(title="Derived numbers", show_header=False)
+    for label, value in derived.table():
+        table.add_row(Text(label), Text(value))
+    return table

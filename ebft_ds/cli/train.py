@@ -1,0 +1,104 @@
+"""`ebft-ds train`: validate in this process, then start the ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebft_ds.cli.hardware import count_accelerators, default_world_size
+from ebft_ds.config import LoadedRecipe, load_recipe
+from ebft_ds.errors import ConfigError
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="YAML recipe.", show_default=False)]
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[key=value ...]", help="Fields set over the recipe.", show_default=False)
+]
+
+
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check recipe, model and data, print the derived numbers, and end.")] = False,
+) -> None:
+    """Train: starts one rank per GPU, or `num_processes` ranks, on this machine."""
+    loaded = load_recipe(recipe, overrides or [])
+    show_notes(loaded.notes)
+    if dry_run:
+        from ebft_ds.cli.dry_run import dry_run as run_dry
+
+        run_dry(loaded)
+        return
+    if under_launcher():
+        from ebft_ds.train import main
+
+        raise typer.Exit(main([recipe, *(overrides or [])]))
+    raise typer.Exit(start_ranks(loaded, recipe, overrides or []))
+
+
+def under_launcher() -> bool:
+    """Another program has already started this process as one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def start_ranks(loaded: LoadedRecipe, recipe: str, overrides: list[str]) -> int:
+    """Check what can be checked without torch, start the ranks, and return the job's exit code."""
+    from ebft_ds.cli.supervisor import RankSupervisor
+
+    config = loaded.config
+    accelerators = count_accelerators()
+    world_size = default_world_size(config.run.num_processes, accelerators)
+    output_dir = quick_check(loaded, world_size, accelerators)
+    supervisor = RankSupervisor(
+        # -P: a file called like a module in the working directory must not hide that module.
+        [sys.executable, "-P", "-m", "ebft_ds.train", recipe, *overrides],
+        world_size,
+        master_port=config.run.master_port,
+        environment=rank_environment(),
+        log_folder=output_dir / "logs",
+        on_cpu=accelerators == 0,
+    )
+    return supervisor.run()
+
+
+def rank_environment() -> dict[str, str]:
+    """The environment with this package importable under -P, wherever it was imported from."""
+    environment = dict(os.environ)
+    home = str(Path(__file__).resolve().parent.parent.parent)
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if home not in paths:
+        paths.append(home)
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return environment
+
+
+def quick_check(loaded: LoadedRecipe, world_size: int, accelerators: int) -> Path:
+    """All checks that need neither torch nor the data. Returns the output folder. Errors: ConfigError or ModelError."""
+    from ebft_ds.config.checks import Surroundings, check_config, require_training_inputs
+    from ebft_ds.config.deepspeed import build_deepspeed_config
+    from ebft_ds.config.derived import derive
+    from ebft_ds.config.preflight import check_model_files, check_output_dir
+
+    config = loaded.config
+    wanted = os.environ.get("WORLD_SIZE")
+    if wanted is not None and wanted != str(world_size):
+        raise ConfigError(f"WORLD_SIZE={wanted} is in the environment, but {world_size} rank(s) are to be started; unset it")
+    require_training_inputs(config)
+    output_dir = check_output_dir(config)
+    facts = check_model_files(config)
+    report = check_config(config, Surroundings(world_size, accelerators, facts))
+    report.raise_if_bad()
+    show_notes(report.notes)
+    derived = derive(config, world_size)
+    for kind in ("actor", "feature"):
+        build_deepspeed_config(config, derived, kind, facts.hidden_size if facts else None)
+    return output_dir
+
+
+def show_notes(notes: list[str]) -> None:
+    """Notes go to stderr; results go to stdout."""
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
