@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from ebft_ds.errors import ConfigError, DataError
 
@@ -25,16 +26,17 @@ NORM_EPS = 1e-12
 
 def unit_normalize(vectors: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
     """L2-normalise the last axis; zero vectors stay zero."""
-    return vectors / vectors.norm(dim=-1, keepdim=True).clamp_min(NORM_EPS)
+    norms: Tensor = vector_norm(vectors, dim=-1, keepdim=True).clamp_min(NORM_EPS)
+    return vectors / norms
 
 
 def pool_hidden_states(
     hidden: Float[Tensor, "b t h"],
-    completion_start: Int[Tensor, "b"],
-    completion_length: Int[Tensor, "b"],
+    completion_start: Int[Tensor, " b"],
+    completion_length: Int[Tensor, " b"],
     method: EmbedMethod | str,
     *,
-    prompt_start: Int[Tensor, "b"] | None = None,
+    prompt_start: Int[Tensor, " b"] | None = None,
 ) -> Float[Tensor, "b d"]:
     """Pool one layer's hidden states; D = H, or 3H for `concat`.
 
@@ -65,11 +67,11 @@ def pool_hidden_states(
 
 def pool_features(
     layers: Sequence[Float[Tensor, "b t h"]],
-    completion_start: Int[Tensor, "b"],
-    completion_length: Int[Tensor, "b"],
+    completion_start: Int[Tensor, " b"],
+    completion_length: Int[Tensor, " b"],
     method: EmbedMethod | str,
     *,
-    prompt_start: Int[Tensor, "b"] | None = None,
+    prompt_start: Int[Tensor, " b"] | None = None,
     norm: FeatureNorm | str = "pooled",
 ) -> Float[Tensor, "b d"]:
     """Unit-norm features from the selected layers, concatenated; D = L*H, or 3*L*H for `concat` (position-major).
@@ -103,7 +105,7 @@ def _widen(states: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return states if states.dtype == torch.float64 else states.float()
 
 
-def _first_position(completion_start: Int[Tensor, "b"], method: str, prompt_start: Int[Tensor, "b"] | None) -> Int[Tensor, "b"]:
+def _first_position(completion_start: Int[Tensor, " b"], method: str, prompt_start: Int[Tensor, " b"] | None) -> Int[Tensor, " b"]:
     if method not in get_args(EmbedMethod):
         raise ConfigError(f"ebft_embed_method is {method!r}; use one of {', '.join(get_args(EmbedMethod))}")
     if method != "mean_pooling":
@@ -113,7 +115,7 @@ def _first_position(completion_start: Int[Tensor, "b"], method: str, prompt_star
     return prompt_start
 
 
-def _check_spans(first: Int[Tensor, "b"], start: Int[Tensor, "b"], length: Int[Tensor, "b"], width: int) -> None:
+def _check_spans(first: Int[Tensor, " b"], start: Int[Tensor, " b"], length: Int[Tensor, " b"], width: int) -> None:
     outside = (length < 0) | ((length > 0) & ((first < 0) | (start < first) | (start + length > width)))
     if bool(outside.any()):
         row = int(outside.nonzero()[0])
@@ -123,9 +125,7 @@ def _check_spans(first: Int[Tensor, "b"], start: Int[Tensor, "b"], length: Int[T
         )
 
 
-def _mean(
-    hidden: Float[Tensor, "b t h"], first: Int[Tensor, "b"], end: Int[Tensor, "b"], nonempty: Tensor
-) -> Float[Tensor, "b h"]:
+def _mean(hidden: Float[Tensor, "b t h"], first: Int[Tensor, " b"], end: Int[Tensor, " b"], nonempty: Tensor) -> Float[Tensor, "b h"]:
     position = torch.arange(hidden.shape[1], device=hidden.device)
     inside = (position >= first[:, None]) & (position < end[:, None]) & nonempty[:, None]
     # masked_fill, not a product with 0: padding may hold NaN
@@ -133,7 +133,7 @@ def _mean(
     return total / inside.sum(dim=1, keepdim=True).clamp_min(1)
 
 
-def _offsets(length: Int[Tensor, "b"], method: str) -> Int[Tensor, "b p"]:
+def _offsets(length: Int[Tensor, " b"], method: str) -> Int[Tensor, "b p"]:
     last = (length - 1).clamp_min(0)
     if method == "last_token":
         return last[:, None]

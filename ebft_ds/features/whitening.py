@@ -13,7 +13,7 @@ the small R: a float32 Gram matrix could not honour the cutoff.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -33,11 +33,11 @@ class WhitenedGroups:
     """cos(x~_j, y~_j); 0 where one of the two vectors is zero."""
     gram: Float[Tensor, "g n n"]
     """<x~_j, x~_k>."""
-    rank: Int[Tensor, "g"]
+    rank: Int[Tensor, " g"]
     """Singular values kept."""
-    kept_ratio: Float[Tensor, "g"]
+    kept_ratio: Float[Tensor, " g"]
     """Smallest kept singular value over the largest; NaN where a group has no nonzero feature."""
-    gram_identity: Bool[Tensor, "g"]
+    gram_identity: Bool[Tensor, " g"]
     """The valid completions are linearly independent, so their Gram matrix is the identity and diversity is 0."""
 
 
@@ -51,8 +51,9 @@ def whitening_kind(use_whitening: bool | str | None) -> WhiteningKind | None:
         return "feature"
     if use_whitening is False or use_whitening is None:
         return None
-    if use_whitening == "feature" or use_whitening == "sample":
-        return use_whitening
+    for kind in get_args(WhiteningKind):
+        if use_whitening == kind:
+            return cast(WhiteningKind, kind)
     raise ConfigError(f"whitening is {use_whitening!r}; use true, false, feature or sample")
 
 
@@ -127,7 +128,7 @@ def _cosine(
     else:
         # cos(x~_j, c_j y): only the sign of c_j is left.
         scalars = (left @ (inverse * left.sum(dim=1))[:, :, None]).squeeze(-1)
-        noise = NORM_EPS * scalars.abs().amax(dim=1, keepdim=True)
+        noise = NORM_EPS * left.shape[1] * inverse.amax(dim=1, keepdim=True)  # rounding of sums that cancel
         sign = scalars.sign().masked_fill(scalars.abs() <= noise, 0.0)
         products = sign * (left @ (projection * inside)[:, :, None]).squeeze(-1)
         target_norm = reference_norm

@@ -78,9 +78,7 @@ def group_advantages(
     return advantages.masked_fill(~valid | zero, 0.0).to(reward.dtype)
 
 
-def zero_variance_groups(
-    rewards: FeatureRewards | Float[Tensor, "g n"], *, mask: Bool[Tensor, "g n"] | None = None
-) -> Bool[Tensor, "g"]:
+def zero_variance_groups(rewards: FeatureRewards | Float[Tensor, "g n"], *, mask: Bool[Tensor, "g n"] | None = None) -> Bool[Tensor, " g"]:
     """Groups whose valid rewards do not vary, or that have fewer than two; their share is `frac_reward_zero_std`."""
     reward, valid = _reward_and_mask(rewards, mask)
     scale = 1.0 if isinstance(rewards, FeatureRewards) else 0.0

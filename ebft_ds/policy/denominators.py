@@ -29,7 +29,7 @@ class LossDenominators:
         mask: Bool[Tensor, "b t"] | Float[Tensor, "b t"],
         max_completion_length: int,
         *,
-        real_rows: Bool[Tensor, "b"] | None = None,
+        real_rows: Bool[Tensor, " b"] | None = None,
     ) -> LossDenominators:
         """Count a micro-batch from its mask of trained tokens (nonzero at them).
 
@@ -47,7 +47,9 @@ class LossDenominators:
             ConfigError: parts of runs with different max_completion_length.
         """
         if self.max_completion_length != other.max_completion_length:
-            raise ConfigError(f"max_completion_length differs between parts: {self.max_completion_length} and {other.max_completion_length}")
+            raise ConfigError(
+                f"max_completion_length differs between parts of a step: {self.max_completion_length} and {other.max_completion_length}"
+            )
         return LossDenominators(
             self.tokens + other.tokens, self.sequences + other.sequences, self.rows + other.rows, self.max_completion_length
         )

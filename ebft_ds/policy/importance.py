@@ -55,7 +55,7 @@ def sequence_importance(
     mask: Bool[Tensor, "b t"] | Float[Tensor, "b t"],
     *,
     cap: float = 3.0,
-) -> Float[Tensor, "b"]:
+) -> Float[Tensor, " b"]:
     """min(cap, product of token ratios) per sequence, without gradient: `completion_weights` for `diversity_importance: sequence`.
 
     1 for a sequence without trained tokens. Restores the exact gradient off-policy only while no weight reaches the cap.

@@ -48,7 +48,7 @@ class PolicyLoss:
 def policy_loss(
     logp: Float[Tensor, "b t"],
     old_logp: Float[Tensor, "b t"],
-    advantages: Float[Tensor, "b"],
+    advantages: Float[Tensor, " b"],
     mask: Bool[Tensor, "b t"] | Float[Tensor, "b t"],
     *,
     loss_type: LossType | str,

@@ -24,11 +24,11 @@ def aggregate_objectives(
     rewards: Float[Tensor, "rows k"],
     group_size: int,
     *,
-    weights: Sequence[float] | Float[Tensor, "k"] | None = None,
+    weights: Sequence[float] | Float[Tensor, " k"] | None = None,
     mode: AggregationMode | str = "sum_then_normalize",
     scale_rewards: ScaleRewards | str = "group",
-    mask: Bool[Tensor, "rows"] | None = None,
-) -> Float[Tensor, "rows"]:
+    mask: Bool[Tensor, " rows"] | None = None,
+) -> Float[Tensor, " rows"]:
     """Group-normalised advantages of N = G * group_size completions under K objectives.
 
     `sum_then_normalize`: r = sum_k w_k r_k, A = r - mean_group(r), divided by std + 1e-4 of the group or the batch
@@ -67,7 +67,7 @@ def aggregate_objectives(
 
 
 def _sum_then_normalize(
-    values: Float[Tensor, "g n k"], scored: Bool[Tensor, "g n k"], weight: Float[Tensor, "k"], scale_rewards: str
+    values: Float[Tensor, "g n k"], scored: Bool[Tensor, "g n k"], weight: Float[Tensor, " k"], scale_rewards: str
 ) -> Float[Tensor, "g n"]:
     total, any_scored = values @ weight, scored.any(dim=2)
     centred = total - masked_mean(total, any_scored)
@@ -80,7 +80,7 @@ def _sum_then_normalize(
 
 
 def _normalize_then_sum(
-    values: Float[Tensor, "g n k"], scored: Bool[Tensor, "g n k"], weight: Float[Tensor, "k"], scale_rewards: str
+    values: Float[Tensor, "g n k"], scored: Bool[Tensor, "g n k"], weight: Float[Tensor, " k"], scale_rewards: str
 ) -> Float[Tensor, "g n"]:
     columns, column_scored = values.transpose(1, 2), scored.transpose(1, 2)
     z = (columns - masked_mean(columns, column_scored)) / (masked_std(columns, column_scored) + STD_EPS)
@@ -93,7 +93,7 @@ def _normalize_then_sum(
     return advantages.masked_fill(~any_scored | silent, 0.0)
 
 
-def _weights(weights: Sequence[float] | Tensor | None, objectives: int, device: torch.device) -> Float[Tensor, "k"]:
+def _weights(weights: Sequence[float] | Tensor | None, objectives: int, device: torch.device) -> Float[Tensor, " k"]:
     if weights is None:
         return torch.ones(objectives, dtype=torch.float64, device=device)
     weight = torch.as_tensor(weights, dtype=torch.float64, device=device)

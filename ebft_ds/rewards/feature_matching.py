@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from ebft_ds.errors import NumericsError
 from ebft_ds.features.pooling import NORM_EPS, unit_normalize
@@ -31,22 +32,22 @@ class FeatureRewards:
     """Doubled mean dot product with the siblings, before the coefficient; 0 for fewer than two valid completions."""
     diversity_to_siblings: Float[Tensor, "g n"]
     """What completion j adds to the sum of its siblings' `diversity`; equal to `diversity` unless completions carry weights."""
-    cfm_loss: Float[Tensor, "g"]
+    cfm_loss: Float[Tensor, " g"]
     """|| mean_j phi_j - phi_y ||^2 on unwhitened unit features; NaN without a valid completion."""
-    fm_loss_unbiased: Float[Tensor, "g"]
+    fm_loss_unbiased: Float[Tensor, " g"]
     """|| phi_y ||^2 - mean_j(2 <phi_j, phi_y> - mean_{k != j} <phi_j, phi_k>) on unwhitened unit features: an unbiased estimate of
     L_FM; NaN for fewer than two valid completions."""
     alignment_coef: float
     diversity_coef: float
     mask: Bool[Tensor, "g n"]
     """Valid completions; all the statistics are over these."""
-    gram_identity: Bool[Tensor, "g"]
+    gram_identity: Bool[Tensor, " g"]
     """Whitening made the group's Gram matrix the identity, so diversity is 0; False without whitening."""
-    whitening_kept_ratio: Float[Tensor, "g"]
+    whitening_kept_ratio: Float[Tensor, " g"]
     """Smallest kept singular value over the largest; NaN without whitening."""
 
     @property
-    def valid_count(self) -> Int[Tensor, "g"]:
+    def valid_count(self) -> Int[Tensor, " g"]:
         """Valid completions per group; groups with fewer than two get advantages of 0."""
         return self.mask.sum(dim=1)
 
@@ -79,7 +80,8 @@ def group_feature_rewards(
         Rewards in the dtype of `completions` (half precision: float32).
 
     Raises:
-        NumericsError: a non-finite feature or weight of a valid completion, or of the reference of a group that has one; names group and completion.
+        NumericsError: a non-finite feature or weight of a valid completion, or of the reference of a group with a valid one; names
+            group and completion.
         ConfigError: an unknown whitening kind or a cutoff that cannot work.
     """
     valid = torch.ones(completions.shape[:2], dtype=torch.bool, device=completions.device) if mask is None else mask
@@ -137,7 +139,7 @@ def _check_finite(completions: Tensor, references: Tensor, weights: Tensor | Non
 
 def _cosine(phi: Float[Tensor, "g n d"], target: Float[Tensor, "g d"]) -> Float[Tensor, "g n"]:
     products = (phi @ target[:, :, None]).squeeze(-1)
-    norms = phi.norm(dim=-1).clamp_min(NORM_EPS) * target.norm(dim=-1, keepdim=True).clamp_min(NORM_EPS)
+    norms: Tensor = vector_norm(phi, dim=-1).clamp_min(NORM_EPS) * vector_norm(target, dim=-1, keepdim=True).clamp_min(NORM_EPS)
     return products / norms
 
 
@@ -157,7 +159,7 @@ def _diversity(
 
 def _losses(
     phi: Float[Tensor, "g n d"], target: Float[Tensor, "g d"], valid: Bool[Tensor, "g n"]
-) -> tuple[Float[Tensor, "g"], Float[Tensor, "g"]]:
+) -> tuple[Float[Tensor, " g"], Float[Tensor, " g"]]:
     """cfm_loss and fm_loss_unbiased; invalid rows of phi are 0."""
     count = valid.sum(dim=1).double()
     total = phi.sum(dim=1)
