@@ -22,8 +22,8 @@ NUMBERS = ("two", "three", "four", "five", "six", "seven", "nine", "ten")
 TOWNS = ("Arden", "Bellow", "Corvin", "Dunmere", "Eastby", "Farrow")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Sunday")
 
-MANNERS: Mapping[str, float] = {"reference": 0.3, "curt": 0.2, "evasive": 0.2, "wrong": 0.15, "endless": 0.15}
-"""Share of each manner in the pretraining text. Less `reference`: more to learn later, and rarer to be found by sampling."""
+OTHER_MANNERS: Mapping[str, float] = {"curt": 0.3, "evasive": 0.3, "endless": 0.25, "wrong": 0.15}
+"""Shares among the answers that are not in the reference manner."""
 
 EVASIONS = (
     "Well, that is hard to say, and I would rather not guess about the {topic}.",
@@ -158,6 +158,8 @@ def distinct_examples(rng: random.Random, count: int, *, without: frozenset[str]
     return list(found.values())
 
 
-def manner(rng: random.Random, shares: Mapping[str, float] = MANNERS) -> str:
-    """One manner, drawn by its share."""
-    return rng.choices(list(shares), weights=list(shares.values()))[0]
+def manner(rng: random.Random, reference_share: float) -> str:
+    """`reference` with this probability, else one of `OTHER_MANNERS` by its share."""
+    if rng.random() < reference_share:
+        return "reference"
+    return rng.choices(list(OTHER_MANNERS), weights=list(OTHER_MANNERS.values()))[0]
