@@ -63,7 +63,7 @@ def group_advantages(
         raise ConfigError(f"scale_rewards is {scale_rewards!r}; use one of {', '.join(get_args(ScaleRewards))}")
     reward, valid = _reward_and_mask(rewards, mask)
     values = reward.double().masked_fill(~valid, 0.0)
-    flat = is_flat(values, valid, precision=reward.dtype, scale=1.0 if isinstance(rewards, FeatureRewards) else 0.0)
+    flat = is_flat(values, valid, precision=reward.dtype, scale=_rounding_scale(rewards))
     if estimator == "ebft_rloo":
         if not isinstance(rewards, FeatureRewards):
             raise ConfigError("ebft_rloo needs the FeatureRewards of group_feature_rewards; plain rewards take rloo, group or reinforce")
@@ -81,8 +81,8 @@ def group_advantages(
 def zero_variance_groups(rewards: FeatureRewards | Float[Tensor, "g n"], *, mask: Bool[Tensor, "g n"] | None = None) -> Bool[Tensor, " g"]:
     """Groups whose valid rewards do not vary, or that have fewer than two; their share is `frac_reward_zero_std`."""
     reward, valid = _reward_and_mask(rewards, mask)
-    scale = 1.0 if isinstance(rewards, FeatureRewards) else 0.0
-    return is_flat(reward.double().masked_fill(~valid, 0.0), valid, precision=reward.dtype, scale=scale).squeeze(1)
+    values = reward.double().masked_fill(~valid, 0.0)
+    return is_flat(values, valid, precision=reward.dtype, scale=_rounding_scale(rewards)).squeeze(1)
 
 
 def combine_advantages(
@@ -107,7 +107,7 @@ def combine_advantages(
         raise ConfigError(
             f"reward_weights has {len(weights)} entries for feature matching and {len(others)} further objectives: give {1 + len(others)}"
         )
-    valid = torch.ones_like(ebft, dtype=torch.bool) if mask is None else mask
+    valid = torch.ones_like(ebft, dtype=torch.bool) if mask is None else mask.bool()
     combined = weights[0] * ebft.masked_fill(~valid, 0.0)
     for weight, rewards in zip(weights[1:], others, strict=True):
         scored = valid & ~rewards.isnan()
@@ -117,16 +117,21 @@ def combine_advantages(
 
 def _reward_and_mask(rewards: FeatureRewards | Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     if isinstance(rewards, FeatureRewards):
-        if mask is not None and not torch.equal(mask, rewards.mask):
+        if mask is not None and not torch.equal(mask.bool(), rewards.mask):
             raise ConfigError("mask differs from the one the FeatureRewards were made with: pass it to group_feature_rewards")
         reward, valid = rewards.reward, rewards.mask
     else:
-        reward, valid = rewards, torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+        reward, valid = rewards, torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
     bad = valid & ~reward.isfinite()
     if bool(bad.any()):
         group, completion = (int(index) for index in bad.nonzero()[0])
         raise NumericsError(f"non-finite reward of group {group}, completion {completion}: leave the completion out with mask")
     return reward, valid
+
+
+def _rounding_scale(rewards: FeatureRewards | Tensor) -> float:
+    """Feature rewards are sums of products of unit vectors, so their rounding is that of numbers near 1, even where they cancel."""
+    return max(abs(rewards.alignment_coef), abs(rewards.diversity_coef)) if isinstance(rewards, FeatureRewards) else 0.0
 
 
 def _ebft_rloo(rewards: FeatureRewards) -> tuple[Float[Tensor, "g n"], Bool[Tensor, "g 1"]]:
@@ -138,8 +143,8 @@ def _ebft_rloo(rewards: FeatureRewards) -> tuple[Float[Tensor, "g n"], Bool[Tens
     count = valid.sum(dim=1, keepdim=True)
     independent = (diversity.sum(dim=1, keepdim=True) - diversity - to_siblings) / (count - 2).clamp_min(1)
     advantages = _centre(alignment, valid, "rloo") - (diversity - independent.masked_fill(count <= 2, 0.0))
-    # alignment and diversity are differences and sums of numbers up to about 1
-    flat = [is_flat(part, valid, precision=precision, scale=1.0) for part in (alignment, diversity, to_siblings)]
+    scaled = ((alignment, rewards.alignment_coef), (diversity, rewards.diversity_coef), (to_siblings, rewards.diversity_coef))
+    flat = [is_flat(part, valid, precision=precision, scale=abs(coef)) for part, coef in scaled]
     baselined = (count >= 3) | (diversity == 0.0).all(dim=1, keepdim=True)
     return advantages, flat[0] & flat[1] & flat[2] & baselined
 

@@ -57,7 +57,7 @@ def aggregate_objectives(
     if scale_rewards not in ("none", "group", "batch"):
         raise ConfigError(f"scale_rewards is {scale_rewards!r}; use none, group or batch")
     weight = _weights(weights, objectives, rewards.device)
-    valid = torch.ones(rows, dtype=torch.bool, device=rewards.device) if mask is None else mask
+    valid = torch.ones(rows, dtype=torch.bool, device=rewards.device) if mask is None else mask.bool()
     scored = valid[:, None] & ~rewards.isnan()
     _check_not_infinite(rewards, scored)
     values = rewards.double().masked_fill(~scored, 0.0).view(-1, group_size, objectives)

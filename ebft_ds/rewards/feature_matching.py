@@ -84,7 +84,7 @@ def group_feature_rewards(
             group and completion.
         ConfigError: an unknown whitening kind or a cutoff that cannot work.
     """
-    valid = torch.ones(completions.shape[:2], dtype=torch.bool, device=completions.device) if mask is None else mask
+    valid = torch.ones(completions.shape[:2], dtype=torch.bool, device=completions.device) if mask is None else mask.bool()
     _check_finite(completions, references, completion_weights, valid)
     dtype = torch.float64 if completions.dtype == torch.float64 else torch.float32
     phi = completions.double().masked_fill(~valid[:, :, None], 0.0)

@@ -82,6 +82,20 @@ def test_zero_variance_groups_get_exactly_zero(estimator: str, scale: str, dtype
     assert zero_variance_groups(rewards).tolist() == [True, False]
 
 
+def test_small_coefficients_are_not_taken_for_rounding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    completions = unit_normalize(torch.randn(2, 4, 6, generator=generator))
+    references = unit_normalize(torch.randn(2, 6, generator=generator))
+    small = group_advantages(group_feature_rewards(completions, references, alignment_coef=1e-7, diversity_coef=1e-7))
+    torch.testing.assert_close(1e7 * small, group_advantages(group_feature_rewards(completions, references)), rtol=1e-4, atol=1e-5)
+
+
+def test_masks_of_zeros_and_ones() -> None:
+    rewards = torch.tensor([[1.0, 2.0, 6.0, torch.nan]])
+    found = policy.group_advantages(rewards, estimator="group", mask=torch.tensor([[1, 1, 1, 0]]))
+    assert found.tolist() == [[-2.0, -1.0, 3.0, 0.0]]
+
+
 def test_reinforce_keeps_a_constant_reward_unless_it_is_scaled() -> None:
     rewards = torch.tensor([[0.5, 0.5], [0.1, 0.2]], dtype=F64)
     assert group_advantages(rewards, estimator="reinforce")[0].tolist() == [0.5, 0.5]

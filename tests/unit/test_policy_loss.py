@@ -56,7 +56,7 @@ class Batch:
             loss_type=loss_type,
             denominators=denominators,
             weights=self.weights[rows, columns],
-            per_token_penalty=0.05 * per_token_kl(logp, self.ref[rows, columns], self.mask[rows, columns], "k3"),
+            per_token_penalty=0.05 * per_token_kl(logp, self.ref[rows, columns], "k3", mask=self.mask[rows, columns]),
         )
 
     def whole(self, loss_type: str) -> tuple[Tensor, Tensor, policy.PolicyLoss]:
@@ -252,8 +252,7 @@ def test_kl_values_and_gradients_by_enumeration(estimator: str) -> None:
     log_p, log_q = theta.log_softmax(0), torch.tensor([0.1, 0.4, 0.2, -0.5], dtype=F64).log_softmax(0)
     p = log_p.detach().exp()
     kl = (log_p.exp() * (log_p - log_q)).sum()
-    everywhere = torch.ones(1, 4, dtype=torch.bool)
-    estimate = per_token_kl(log_p[None], log_q[None], everywhere, estimator)[0]
+    estimate = per_token_kl(log_p[None], log_q[None], estimator)[0]
     if estimator != "k2":
         torch.testing.assert_close((p * estimate).sum(), kl)
     forward = (log_q.exp() * (log_q - log_p)).sum()
@@ -262,4 +261,4 @@ def test_kl_values_and_gradients_by_enumeration(estimator: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     assert found.abs().max() > 1e-2
     with pytest.raises(ConfigError, match="kl_estimator"):
-        per_token_kl(log_p[None], log_q[None], everywhere, "k4")
+        per_token_kl(log_p[None], log_q[None], "k4")
