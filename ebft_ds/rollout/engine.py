@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ebft_ds.rollout.manifest import TensorSpec, WeightManifest
+from ebft_ds.rollout.spec import RolloutProcessSpec
 from ebft_ds.types import RolloutGroup, RolloutRequest
 
 if TYPE_CHECKING:
@@ -85,3 +86,12 @@ class RolloutEngine(Protocol):
     def stop(self) -> None:
         """Release everything; may be called twice."""
         ...
+
+
+def make_engine(spec: RolloutProcessSpec) -> RolloutEngine:
+    """The engine that `spec.engine` names, not started; its libraries are imported only here."""
+    match spec.engine:
+        case "transformers":
+            from ebft_ds.rollout.transformers_engine import TransformersEngine
+
+            return TransformersEngine(spec)

@@ -174,6 +174,13 @@ class RolloutFeed:
         finally:
             self._evaluation, self._evaluated = {}, {}
 
+    def take_references(self, count: int) -> list[Prompt]:
+        """The next `count` prompts of the stream for a step on their references alone (warm start); they count as trained."""
+        prompts = [self._stream.prompt(self._next_index + i) for i in range(count)]
+        self._next_index += count
+        self._prompts_seen += count
+        return prompts
+
     def stats(self) -> FeedStats:
         """Counters for the log."""
         return FeedStats(

@@ -19,11 +19,10 @@ import msgspec
 from ebft_ds.errors import EbftError, RolloutError, WeightSyncError
 from ebft_ds.rollout import messages
 from ebft_ds.rollout.driver import EngineDriver
-from ebft_ds.rollout.engine import RolloutEngine
-from ebft_ds.rollout.loop import LoopContext, LoopHealth, RolloutLoop, build_loop, load_loop_class
+from ebft_ds.rollout.engine import RolloutEngine, make_engine
+from ebft_ds.rollout.loop import LoopContext, LoopHealth, RolloutLoop, load_loop
 from ebft_ds.rollout.spec import RolloutProcessSpec
 from ebft_ds.rollout.tensors import from_bytes
-from ebft_ds.rollout.transformers_engine import TransformersEngine
 from ebft_ds.rollout.wire import Channel, ChannelClosed
 
 LOOP_POLL_SECONDS = 0.02
@@ -39,7 +38,8 @@ class RolloutHost:
         self._channel = channel
         self._spec = spec
         self._inbox: Inbox = queue.SimpleQueue()
-        self._engine: RolloutEngine = TransformersEngine(spec)
+        self._make_loop = load_loop(spec.rollout_loop, spec.rollout_loop_kwargs)
+        self._engine: RolloutEngine = make_engine(spec)
         self._driver = EngineDriver(self._engine, notify=lambda: self._inbox.put(None))
         self._loop: RolloutLoop | None = None
         self._health = LoopHealth(progress=0, pending=0)
@@ -47,11 +47,10 @@ class RolloutHost:
 
     def serve(self) -> None:
         """Start everything, then dispatch until Stop. Whatever a loop or the engine raises comes out of here."""
-        load_loop_class(self._spec.rollout_loop)  # a wrong name should not cost the loading of a model
         threading.Thread(target=self._read, name="reader", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         self._driver.start().result()
-        self._loop = build_loop(self._spec.rollout_loop, self._context(), self._spec.rollout_loop_kwargs)
+        self._loop = self._make_loop(self._context())
         self._loop.start()
         self._channel.send(messages.Ready(self._engine.policy_version, self._engine.vocab_size, self._engine.expected_weights()))
         while not self._stopping:

@@ -9,6 +9,7 @@ A loop that raises ends the run with its traceback; one that neither hands out g
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -141,14 +142,21 @@ class EBFTRolloutLoop:
         pass
 
 
-def load_loop_class(path: str | None) -> Callable[..., RolloutLoop]:
-    """The class that `rollout_loop` names (None: EBFTRolloutLoop).
+def load_loop(path: str | None, kwargs: dict[str, Any]) -> Callable[[LoopContext], RolloutLoop]:
+    """What builds the loop that `rollout_loop` (None: EBFTRolloutLoop) and `rollout_loop_kwargs` describe. Loads no model.
 
     Raises:
-        ConfigError: not `package.module:Class`, no such module or class, or a class that lacks a method.
+        ConfigError: not `package.module:Class`, no such module or class, a class that lacks a method, or arguments that it does not take.
     """
-    if path is None:
-        return EBFTRolloutLoop
+    loop_class = EBFTRolloutLoop if path is None else _find_class(path)
+    try:
+        inspect.signature(loop_class).bind(None, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"rollout_loop_kwargs do not fit {path or 'EBFTRolloutLoop'}: {error}") from error
+    return functools.partial(loop_class, **kwargs)
+
+
+def _find_class(path: str) -> Callable[..., RolloutLoop]:
     module_name, colon, class_name = path.partition(":")
     if not (module_name and colon and class_name):
         raise ConfigError(f"rollout_loop {path!r} is not of the form package.module:Class")
@@ -163,13 +171,3 @@ def load_loop_class(path: str | None) -> Callable[..., RolloutLoop]:
     if missing:
         raise ConfigError(f"rollout_loop {path!r}: {class_name} lacks {', '.join(missing)} (see ebft_ds.rollout.loop.RolloutLoop)")
     return found
-
-
-def build_loop(path: str | None, context: LoopContext, kwargs: dict[str, Any]) -> RolloutLoop:
-    """`Class(context, **kwargs)`. Raises ConfigError as `load_loop_class` does, and for rollout_loop_kwargs that do not fit."""
-    loop_class = load_loop_class(path)
-    try:
-        inspect.signature(loop_class).bind(context, **kwargs)
-    except TypeError as error:
-        raise ConfigError(f"rollout_loop_kwargs do not fit {path or 'EBFTRolloutLoop'}: {error}") from error
-    return loop_class(context, **kwargs)
