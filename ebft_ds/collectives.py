@@ -40,11 +40,15 @@ class Collectives:
 
     def max_int(self, value: int) -> int:
         """Largest of the ranks' values."""
+        return self.max_ints([value])[0]
+
+    def max_ints(self, values: list[int]) -> list[int]:
+        """Element-wise largest of the ranks' values."""
         if self.world_size == 1:
-            return value
-        tensor = torch.tensor([value], dtype=torch.int64)
+            return values
+        tensor = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
-        return int(tensor.item())
+        return [int(v) for v in tensor.tolist()]
 
     def sum_floats(self, values: list[float]) -> list[float]:
         """Element-wise sums over ranks, in float64."""

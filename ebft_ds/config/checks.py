@@ -60,11 +60,11 @@ def check_config(config: AsyncEBFTConfig, around: Surroundings | None = None) ->
     return report
 
 
-def require_training_inputs(config: AsyncEBFTConfig) -> None:
-    """ConfigError unless model, data and output folder are named (the Python trainer may bring them as objects instead)."""
+def require_training_inputs(config: AsyncEBFTConfig, *, data_given: bool = False) -> None:
+    """ConfigError unless model, data and output folder are named; `data_given`: the training data came as an object."""
     needed = {
         "model_name_or_path": config.model.model_name_or_path,
-        "train_dataset": config.data.train_dataset,
+        "train_dataset": config.data.train_dataset or data_given,
         "output_dir": config.run.output_dir,
     }
     missing = [name for name, value in needed.items() if not value]

@@ -13,6 +13,7 @@ from ebft_ds.config.derived import DerivedNumbers, derive
 from ebft_ds.config.model_facts import ModelFacts, facts_from_config
 from ebft_ds.config.preflight import check_model_files, check_output_dir
 from ebft_ds.data.prompts import check_vocabulary
+from ebft_ds.data.sources import DataSource
 from ebft_ds.data.split import TrainAndEval, load_train_and_eval
 from ebft_ds.errors import ConfigError, DataError, ModelError
 
@@ -31,15 +32,28 @@ class Preflight:
     notes: list[str]
 
 
-def run_preflight(config: AsyncEBFTConfig, *, world_size: int, accelerators: int | None = None) -> Preflight:
-    """Everything that can be checked without building an engine. Errors: ConfigError, ModelError or DataError."""
-    require_training_inputs(config)
+def run_preflight(
+    config: AsyncEBFTConfig,
+    *,
+    world_size: int,
+    accelerators: int | None = None,
+    train_source: DataSource | None = None,
+    eval_source: DataSource | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Preflight:
+    """Everything that can be checked without building an engine. Sources and tokenizer given as objects replace the named ones.
+
+    Errors: ConfigError, ModelError or DataError.
+    """
+    require_training_inputs(config, data_given=train_source is not None)
     check_output_dir(config)
     facts = load_model_facts(config)
     report = check_config(config, Surroundings(world_size, accelerators, facts))
     report.raise_if_bad()
-    tokenizer = load_checked_tokenizer(config, facts)
-    data = load_train_and_eval(config.data, config.rollout, tokenizer, seed=config.run.seed)
+    tokenizer = load_checked_tokenizer(config, facts, tokenizer)
+    data = load_train_and_eval(
+        config.data, config.rollout, tokenizer, seed=config.run.seed, train_source=train_source, eval_source=eval_source
+    )
     derived = derive(config, world_size, rows=len(data.train))
     build_deepspeed_config(config, derived, "actor", facts.hidden_size or None)
     if not config.peft.use_peft or config.model.feature_model_name_or_path:
@@ -62,11 +76,13 @@ def load_model_facts(config: AsyncEBFTConfig) -> ModelFacts:
     return facts_from_config(loaded.to_dict())
 
 
-def load_checked_tokenizer(config: AsyncEBFTConfig, facts: ModelFacts) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, held against the vocabulary, the stop ids and the feature model's tokenizer. Errors: ModelError."""
+def load_checked_tokenizer(
+    config: AsyncEBFTConfig, facts: ModelFacts, given: PreTrainedTokenizerBase | None = None
+) -> PreTrainedTokenizerBase:
+    """The given or the model's tokenizer, held against the vocabulary, the stop ids and the feature model's tokenizer. Errors: ModelError."""
     name = config.model.model_name_or_path
     assert name is not None
-    tokenizer = _load_tokenizer(name, config.model.model_revision, config.model.trust_remote_code)
+    tokenizer = given if given is not None else _load_tokenizer(name, config.model.model_revision, config.model.trust_remote_code)
     if facts.vocab_size:
         check_vocabulary(tokenizer, facts.vocab_size)
         beyond = [token for token in config.rollout.stop_token_ids or [] if token >= facts.vocab_size]

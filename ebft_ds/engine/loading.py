@@ -52,8 +52,10 @@ def _where(name_or_path: str) -> str:
     return str(path.resolve()) if path.exists() else f"{name_or_path!r} (no such folder; taken as a hub name)"
 
 
-def load_actor(model: ModelSection, peft: PeftSection, deepspeed_config: dict[str, Any], *, chunk_size: int) -> LanguageNetwork:
-    """The trained network: full, or with a fresh adapter; its head gives chunked log-probs."""
+def load_actor(
+    model: ModelSection, peft: PeftSection, deepspeed_config: dict[str, Any], *, chunk_size: int, peft_config: PeftConfig | None = None
+) -> LanguageNetwork:
+    """The trained network: full, or with a fresh adapter (`peft_config` replaces the one the section describes)."""
     assert model.model_name_or_path is not None
     config = load_model_config(model.model_name_or_path, model)
     with sharded_loading(deepspeed_config):
@@ -69,7 +71,7 @@ def load_actor(model: ModelSection, peft: PeftSection, deepspeed_config: dict[st
             causal_lm.enable_input_require_grads()
     if not peft.use_peft:
         return LanguageNetwork(causal_lm)
-    return LanguageNetwork(get_peft_model(causal_lm, lora_config(peft), autocast_adapter_dtype=False))
+    return LanguageNetwork(get_peft_model(causal_lm, peft_config or lora_config(peft), autocast_adapter_dtype=False))
 
 
 def lora_config(section: PeftSection) -> PeftConfig:

@@ -1,0 +1,1 @@
+"""Trainers: the asynchronous EBFT loop, its policy step, evaluation and callbacks."""

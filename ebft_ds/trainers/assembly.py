@@ -1,0 +1,300 @@
+"""Building a run: from a checked configuration to engines, scorer, rollout side and evaluation, wired together."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from ebft_ds.checkpoint.state import CheckpointStore
+from ebft_ds.collectives import Collectives
+from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.config.deepspeed import build_deepspeed_config
+from ebft_ds.config.derived import DerivedNumbers
+from ebft_ds.data.chat import stop_token_ids
+from ebft_ds.data.preflight import Preflight
+from ebft_ds.data.requests import rollout_request, sampling_spec
+from ebft_ds.data.split import TrainAndEval, eval_prompts
+from ebft_ds.data.stream import PromptStream
+from ebft_ds.engine.build import ZeroEngine
+from ebft_ds.engine.feature_network import EngineFeatureNetwork
+from ebft_ds.engine.loading import load_actor, load_frozen_copy
+from ebft_ds.engine.optimizer import build_optimizer, parameter_groups
+from ebft_ds.engine.schedule import learning_rate_factor
+from ebft_ds.errors import ConfigError
+from ebft_ds.features.layers import feature_layer_indices
+from ebft_ds.features.scorer import EBFTScorer
+from ebft_ds.rollout.client import RolloutClient
+from ebft_ds.rollout.feed import RolloutFeed
+from ebft_ds.rollout.spec import RolloutProcessSpec
+from ebft_ds.sync.push import WeightSync
+from ebft_ds.sync.source import MergedWeightSource
+from ebft_ds.trainers.evaluation import HeldOutEvaluation
+from ebft_ds.trainers.policy_step import PolicyStep
+from ebft_ds.trainers.rollout_desk import RolloutDesk
+from ebft_ds.trainers.stop_signal import StopSignal
+from ebft_ds.types import Prompt, RolloutRequest, SamplingSpec
+
+logger = logging.getLogger(__name__)
+
+PROBE_TOKENS = 96
+EVAL_SEED_OFFSET = 1_000_003
+"""Evaluation completions are drawn from other random streams than training ones."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The actor, and where features and the KL reference come from."""
+
+    actor: ZeroEngine
+    frozen_copy: ZeroEngine | None
+    """None: the actor with its adapters off serves both."""
+    layer_indices: list[int]
+
+    @property
+    def feature_network(self) -> EngineFeatureNetwork:
+        return EngineFeatureNetwork(self.frozen_copy or self.actor)
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """Everything the training loop uses."""
+
+    collectives: Collectives
+    derived: DerivedNumbers
+    data: TrainAndEval
+    tokenizer: PreTrainedTokenizerBase
+    generation_config: GenerationConfig | None
+    engines: Engines
+    scorer: EBFTScorer
+    policy: PolicyStep
+    desk: RolloutDesk
+    sync: WeightSync
+    checkpoints: CheckpointStore
+    evaluation: HeldOutEvaluation | None
+    stream: PromptStream
+
+
+def load_generation_config(config: AsyncEBFTConfig) -> GenerationConfig | None:
+    """The checkpoint's generation configuration; None where it has none."""
+    assert config.model.model_name_or_path is not None
+    try:
+        found: GenerationConfig = GenerationConfig.from_pretrained(config.model.model_name_or_path, revision=config.model.model_revision)
+    except OSError:
+        return None
+    return found
+
+
+def build_engines(
+    config: AsyncEBFTConfig,
+    derived: DerivedNumbers,
+    *,
+    hidden_size: int | None,
+    num_layers: int,
+    peft_config: PeftConfig | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> Engines:
+    """The actor's engine with its optimizer, and a frozen copy where one is needed."""
+    layer_indices = feature_layer_indices(config.method.ebft_feature_layers, num_layers)
+    actor_config = build_deepspeed_config(config, derived, "actor", hidden_size)
+    network = load_actor(
+        config.model, config.peft, actor_config, chunk_size=config.loss.logprob_chunk_size, peft_config=peft_config
+    )
+    if optimizer is None:
+        offloaded = "offload_optimizer" in actor_config["zero_optimization"]
+        groups = parameter_groups(network.named_parameters(), config.optim)
+        logger.info("parameter groups: %s", ", ".join(f"{g['name']} ({len(g['params'])} tensors, lr {g['lr']:g})" for g in groups))
+        optimizer = build_optimizer(groups, config.optim, offloaded=offloaded)
+    factor = learning_rate_factor(config.optim, config.loss, derived.steps or config.run.max_steps)
+    actor = ZeroEngine(network, actor_config, optimizer=optimizer, learning_rate_factor=factor)
+    if config.peft.use_peft and config.model.feature_model_name_or_path is None:
+        return Engines(actor, None, layer_indices)
+    copy_config = build_deepspeed_config(config, derived, "feature", hidden_size)
+    whole = config.loss.beta > 0
+    copy = load_frozen_copy(config.model, copy_config, deepest_layer=max(layer_indices), whole=whole)
+    return Engines(actor, ZeroEngine(copy, copy_config), layer_indices)
+
+
+def build_scorer(
+    config: AsyncEBFTConfig, engines: Engines, eos_ids: list[int], collectives: Collectives, *, embed_method: str | None = None
+) -> EBFTScorer:
+    """The recipe's scorer, or the same with another pooling."""
+    method = config.method
+    pooling = embed_method or method.ebft_embed_method
+    return EBFTScorer(
+        engines.layer_indices,
+        pooling,
+        method.ebft_use_whitening,
+        method.ebft_alignment_coef,
+        method.ebft_diversity_coef,
+        engines.feature_network,
+        feature_norm=method.ebft_feature_norm,
+        feature_eos=method.ebft_feature_eos if embed_method is None else "auto",
+        eos_ids=eos_ids,
+        whitening_rtol=method.ebft_whitening_rtol,
+        token_budget=method.scoring_token_budget,
+        collectives=collectives,
+    )
+
+
+def rollout_process_spec(config: AsyncEBFTConfig, log_path: Path) -> RolloutProcessSpec:
+    """How rank 0 starts the rollout process."""
+    rollout = config.rollout
+    if torch.cuda.is_available() and rollout.rollout_device is None:
+        raise ConfigError("rollout_device is not set: with an accelerator present the embedded engine needs an explicit device, say cuda:7 or cpu")
+    assert config.model.model_name_or_path is not None
+    return RolloutProcessSpec(
+        model_name_or_path=config.model.model_name_or_path,
+        revision=config.model.model_revision,
+        trust_remote_code=config.model.trust_remote_code,
+        dtype=rollout.rollout_dtype or config.model.dtype,
+        device=rollout.rollout_device or "cpu",
+        attn_implementation=config.model.attn_implementation,
+        batch_size=rollout.rollout_batch_size,
+        threads=rollout.rollout_threads or 1,
+        seed=config.run.seed,
+        rollout_loop=rollout.rollout_loop,
+        rollout_loop_kwargs=rollout.rollout_loop_kwargs,
+        start_timeout=rollout.rollout_start_timeout,
+        timeout=rollout.rollout_timeout,
+        log_path=str(log_path),
+    )
+
+
+def build_parts(
+    config: AsyncEBFTConfig,
+    checked: Preflight,
+    collectives: Collectives,
+    stop: StopSignal,
+    *,
+    peft_config: PeftConfig | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> RunParts:
+    """Everything but the loop; the rollout process is up when this returns."""
+    assert config.run.output_dir is not None
+    output_dir = Path(config.run.output_dir)
+    generation_config = load_generation_config(config)
+    chat_kwargs = config.data.chat_template_kwargs
+    stops = config.rollout.stop_token_ids or stop_token_ids(
+        checked.tokenizer, generation_config, chat=checked.data.train.is_chat, chat_template_kwargs=chat_kwargs
+    )
+    client = RolloutClient(rollout_process_spec(config, output_dir / "logs" / "rollout.log")) if collectives.is_main else None
+    engines = build_engines(
+        config,
+        checked.derived,
+        hidden_size=checked.facts.hidden_size or None,
+        num_layers=checked.facts.num_layers,
+        peft_config=peft_config,
+        optimizer=optimizer,
+    )
+    stream = PromptStream(checked.data.train, seed=config.run.seed, shuffle=config.data.shuffle)
+    sampling = sampling_spec(config.rollout, stop_token_ids=stops, seed=config.run.seed)
+    feed = RolloutFeed(
+        client,
+        stream,
+        groups_per_step=checked.derived.groups_per_step,
+        max_staleness=config.rollout.max_staleness,
+        make_request=_training_requests(config, sampling),
+    ) if client is not None else None
+    desk = RolloutDesk(feed, client, collectives, stop)
+    desk.on_main(lambda: client.start() if client is not None else None)
+    policy = PolicyStep(
+        engines.actor,
+        engines.frozen_copy,
+        collectives,
+        loss=config.loss,
+        method=config.method,
+        rollout=config.rollout,
+        run=config.run,
+        check_stop=desk.check_stop,
+    )
+    return RunParts(
+        collectives=collectives,
+        derived=checked.derived,
+        data=checked.data,
+        tokenizer=checked.tokenizer,
+        generation_config=generation_config,
+        engines=engines,
+        scorer=build_scorer(config, engines, stops, collectives),
+        policy=policy,
+        desk=desk,
+        sync=_build_sync(config, engines, client, collectives, stream),
+        checkpoints=CheckpointStore(
+            output_dir / "checkpoints", collectives, adapters_only=config.peft.use_peft, keep=config.checkpoint.save_total_limit
+        ),
+        evaluation=_build_evaluation(config, checked, engines, stops, desk, collectives),
+        stream=stream,
+    )
+
+
+def _training_requests(config: AsyncEBFTConfig, sampling: SamplingSpec) -> Any:
+    def request(prompt: Prompt, attempt: int) -> RolloutRequest:
+        return rollout_request(
+            prompt, rollout=config.rollout, method=config.method, data=config.data, sampling=sampling, attempt=attempt
+        )
+
+    return request
+
+
+def _build_sync(
+    config: AsyncEBFTConfig, engines: Engines, client: RolloutClient | None, collectives: Collectives, stream: PromptStream
+) -> WeightSync:
+    rollout = config.rollout
+    dtype = rollout.rollout_dtype or config.model.dtype
+    first = stream.prompt(0)
+    return WeightSync(
+        engines.actor,
+        MergedWeightSource(
+            engines.actor.network, getattr(torch, dtype), int(rollout.sync_bucket_mb * 2**20), is_main=collectives.is_main
+        ),
+        client,
+        collectives,
+        interval=rollout.vllm_merge_check_interval,
+        dtype=dtype,
+        timeout=rollout.sync_timeout,
+        probe_ids=(first.token_ids + first.reference_ids)[-PROBE_TOKENS:] if rollout.sync_probe else None,
+        probe_tolerance=rollout.sync_probe_tolerance,
+        temperature=rollout.temperature,
+    )
+
+
+def _build_evaluation(
+    config: AsyncEBFTConfig,
+    checked: Preflight,
+    engines: Engines,
+    stops: list[int],
+    desk: RolloutDesk,
+    collectives: Collectives,
+) -> HeldOutEvaluation | None:
+    if checked.data.evaluation is None:
+        return None
+    sampling = sampling_spec(config.rollout, stop_token_ids=stops, seed=config.run.seed + EVAL_SEED_OFFSET)
+
+    def request(prompt: Prompt) -> RolloutRequest:
+        return rollout_request(
+            prompt,
+            rollout=config.rollout,
+            method=config.method,
+            data=config.data,
+            sampling=sampling,
+            num_samples=config.monitor.eval_num_generations,
+        )
+
+    other = "last_token" if config.method.ebft_embed_method != "last_token" else "completion_mean"
+    return HeldOutEvaluation(
+        eval_prompts(checked.data.evaluation, config.data.eval_max_prompts),
+        request,
+        build_scorer(config, engines, stops, collectives),
+        build_scorer(config, engines, stops, collectives, embed_method=other),
+        engines.actor,
+        desk,
+        checked.tokenizer,
+        collectives,
+        batch_size=config.run.per_device_train_batch_size,
+        timeout=config.rollout.rollout_timeout * 2,
+    )

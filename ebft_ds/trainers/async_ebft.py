@@ -1,0 +1,289 @@
+"""AsyncEBFTTrainer: the training loop. Synchronous training is the same loop with `max_staleness: 0`.
+
+    groups -> scores -> advantages -> micro-batches -> optimizer step (policy version + 1) -> merge check and push
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import PeftConfig
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ebft_ds.checkpoint.export import export_final
+from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.errors import Preempted
+from ebft_ds.features.scorer import Scores
+from ebft_ds.monitor.metrics import MetricsAccumulator
+from ebft_ds.monitor.summary import EvalResult
+from ebft_ds.policy.coefficients import ce_coefficient, in_warm_start, rl_coefficient
+from ebft_ds.rewards.functions import RewardFunction
+from ebft_ds.sync.push import SyncReport
+from ebft_ds.trainers.advantages import log_scores, step_advantages
+from ebft_ds.trainers.assembly import RunParts, build_parts
+from ebft_ds.trainers.callbacks import TrainerCallback, TrainerControl, TrainerState
+from ebft_ds.trainers.inputs import RunInputs, prepare_run
+from ebft_ds.trainers.objectives import FurtherObjectives
+from ebft_ds.trainers.report import RunReport
+from ebft_ds.trainers.stop_signal import StopSignal
+from ebft_ds.types import RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncEBFTTrainer:
+    """Energy-based fine-tuning on ZeRO-3 with rollouts from a separate process. Construct and call it on every rank.
+
+    Args:
+        model: folder or hub name, or a loaded model (saved to output_dir/initial_model first, so that every process starts from it).
+        args: the configuration; fields given by the other arguments are filled in.
+        train_dataset, eval_dataset: path or hub name, or a `datasets.Dataset` or list of rows (`prompt`, `ground_truth`).
+        processing_class: tokenizer; default the model's own.
+        callbacks: see TrainerCallback.
+        optimizers: (optimizer, None): an own optimizer over the model's parameters needs a loaded model; schedules come from `args`.
+        peft_config: a LoRA configuration of PEFT; overrides the configuration's peft section.
+        reward_funcs: further objectives (see ebft_ds.rewards.functions), beside those that `args` names.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        args: AsyncEBFTConfig | None = None,
+        train_dataset: str | Dataset | list[dict[str, Any]] | None = None,
+        eval_dataset: str | Dataset | list[dict[str, Any]] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: Sequence[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, None] = (None, None),
+        peft_config: PeftConfig | None = None,
+        reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None,
+    ) -> None:
+        self._inputs = RunInputs(model, train_dataset, eval_dataset, processing_class, peft_config)
+        self._optimizer = optimizers[0]
+        self.callbacks = list(callbacks or [])
+        self._reward_functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
+        self.args = args or AsyncEBFTConfig()
+        self.state = TrainerState()
+        self._stop = StopSignal()
+        self._parts: RunParts | None = None
+        self._feed_state: dict[str, Any] = {}
+        """Rank 0: the rollout side as of the last finished step; what an interrupted step took is rolled out again."""
+
+    def train(self) -> TrainerState:
+        """The whole run: build, resume, evaluate, train, evaluate, export.
+
+        Raises:
+            Preempted: a stop signal came and the run was saved. Other EbftErrors as their classes say.
+        """
+        with self._stop:
+            parts = self._build()
+            try:
+                self._run(parts)
+            finally:
+                parts.desk.close()
+                self._report.close()
+        return self.state
+
+    def evaluate(self) -> EvalResult | None:
+        """Evaluation on the held-out prompts with the current weights; None without held-out prompts."""
+        if self._parts is not None:
+            return self._evaluate(self._parts)
+        with self._stop:
+            parts = self._build()
+            try:
+                return self._evaluate(parts)
+            finally:
+                parts.desk.close()
+                self._report.close()
+
+    def _build(self) -> RunParts:
+        prepared = prepare_run(self.args, self._inputs)
+        self.args = prepared.config
+        self._objectives = FurtherObjectives(self.args.loss.reward_funcs, self._reward_functions, self.args)
+        parts = build_parts(
+            prepared.config,
+            prepared.checked,
+            prepared.collectives,
+            self._stop,
+            peft_config=self._inputs.peft_config,
+            optimizer=self._optimizer,
+        )
+        self._parts = parts
+        self.state.total_steps = parts.derived.steps or self.args.run.max_steps
+        before = self._resume(parts)
+        self._report = RunReport(self.args, parts, self.state)
+        self._report.restore_before(before)
+        return parts
+
+    def _run(self, parts: RunParts) -> None:
+        control = TrainerControl()
+        for callback in self.callbacks:
+            callback.on_train_begin(self.state, control)
+        self._feed_state = parts.desk.state_dict()
+        try:
+            self._bring_engine_up_to_date(parts)
+            if self.args.monitor.eval_at_start and self.state.step == 0:
+                self._report.before = self._evaluate(parts)
+            while self.state.step < self.state.total_steps and not control.should_stop:
+                self._step(parts, control)
+        except Preempted as error:
+            path = self._save(parts)
+            raise Preempted(f"{error}; the run is saved at step {self.state.step} in {path}. Continue with resume_from_checkpoint=auto") from error
+        self._finish(parts)
+
+    def _step(self, parts: RunParts, control: TrainerControl) -> None:
+        """One optimizer step, from groups to the push."""
+        step = self.state.step
+        metrics, timer = MetricsAccumulator(), self._report.timer
+        rl_coef, ce_coef = self._coefficients(step)
+        if rl_coef == 0:
+            prompts = parts.desk.references(self._reference_count(parts, step))
+            with timer("policy"):
+                parts.policy.on_references(step, prompts, ce_coef=ce_coef, metrics=metrics)
+            seen = len(prompts)
+        else:
+            self._bring_engine_up_to_date(parts)
+            with timer("wait_rollout"):
+                groups = parts.desk.next_groups(step)
+            self._call("on_groups", groups)
+            with timer("score"):
+                scores, advantages = self._score(parts, groups)
+            with timer("policy"):
+                parts.policy.on_groups(step, groups, advantages, rl_coef=rl_coef, ce_coef=ce_coef, metrics=metrics)
+            self._describe(parts, groups, scores, advantages, metrics)
+            seen = len(groups)
+        with timer("optim"):
+            grad_norm, learning_rate = parts.engines.actor.step(step)
+        self.state.step += 1
+        self.state.prompts_seen += seen
+        with timer("sync"):
+            sync = parts.sync.merge_check(self.state.step) if rl_coef > 0 else SyncReport()
+        self._feed_state = parts.desk.state_dict()
+        self._report.step(self.state, metrics, sync, grad_norm, learning_rate, self.callbacks, control)
+        self._after_step(parts, control)
+
+    def _coefficients(self, step: int) -> tuple[float, float]:
+        loss, method = self.args.loss, self.args.method
+        rl_coef = rl_coefficient(
+            step,
+            warm_start_steps=loss.warm_start_steps,
+            ebft_rl_coef=method.ebft_rl_coef,
+            rl_warmup_start=loss.rl_warmup_start,
+            rl_warmup_steps=loss.rl_warmup_steps,
+        )
+        ce_coef = ce_coefficient(
+            step, warm_start_steps=loss.warm_start_steps, ebft_ce_coef=method.ebft_ce_coef, ce_decay_steps=loss.ce_decay_steps
+        )
+        return rl_coef, ce_coef
+
+    def _reference_count(self, parts: RunParts, step: int) -> int:
+        warm = in_warm_start(step, warm_start_steps=self.args.loss.warm_start_steps)
+        return parts.derived.warm_start_references if warm else parts.derived.groups_per_step
+
+    def _score(self, parts: RunParts, groups: Sequence[RolloutGroup]) -> tuple[Scores, Tensor]:
+        weights = parts.policy.sequence_weights(groups) if self.args.method.diversity_importance == "sequence" else None
+        scores = parts.scorer.score(groups, weights)
+        further = self._objectives.rewards(parts, groups)
+        return scores, step_advantages(scores.rewards, further, self.args.loss)
+
+    def _describe(
+        self, parts: RunParts, groups: Sequence[RolloutGroup], scores: Scores, advantages: Tensor, metrics: MetricsAccumulator
+    ) -> None:
+        if parts.collectives.is_main:
+            log_scores(scores, metrics)
+            self._objectives.log(metrics)
+        scored = self._report.groups(self.state, groups, scores, advantages, metrics)
+        self._call("on_scored", scored)
+
+    def _after_step(self, parts: RunParts, control: TrainerControl) -> None:
+        """Evaluation and saving, where the recipe or a callback on any rank asks for them."""
+        options, step = self.args, self.state.step
+        save, evaluate, stop = parts.collectives.max_ints([int(control.should_save), int(control.should_evaluate), int(control.should_stop)])
+        control.should_save, control.should_evaluate, control.should_stop = False, False, bool(stop)
+        last = step >= self.state.total_steps
+        every = options.monitor.eval_steps
+        if evaluate or (every and step % every == 0 and not last):
+            self._evaluate(parts)
+        every = options.checkpoint.save_steps
+        if save or (every and step % every == 0 and not (last and options.checkpoint.save_at_end)):
+            self._save(parts)
+
+    def _bring_engine_up_to_date(self, parts: RunParts) -> None:
+        """Before the first rollouts of this process: the engine must hold the trainer's weights, and the probe must agree."""
+        if self._engine_checked:
+            return
+        rl_coef, _ = self._coefficients(self.state.step)
+        if self.state.step == 0:
+            parts.sync.probe(0)
+        elif rl_coef > 0 or self.state.step >= self.state.total_steps:
+            parts.sync.merge_check(self.state.step, force=True)
+        self._engine_checked = rl_coef > 0
+
+    def _evaluate(self, parts: RunParts) -> EvalResult | None:
+        if parts.evaluation is None:
+            return None
+        parts.sync.merge_check(self.state.step, force=True)
+        with self._report.timer("eval"):
+            result, groups = parts.evaluation.run()
+        self._report.evaluation(self.state, result, groups)
+        self._call("on_evaluate", result)
+        return result
+
+    def _save(self, parts: RunParts) -> Path:
+        if self.args.rollout.vllm_merge_check_interval > 1:
+            # A resumed engine starts from these weights; so must this one go on from them, or the two runs would differ.
+            parts.sync.merge_check(self.state.step, force=True)
+        meta = {
+            "step": self.state.step,
+            "prompts_seen": self.state.prompts_seen,
+            "rollouts": self._feed_state,
+            "stream": parts.stream.state_dict(),
+            "before": self._report.before_as_dict(),
+        }
+        with self._report.timer("save"):
+            path = parts.checkpoints.save(parts.engines.actor, self.state.step, meta)
+        logger.info("checkpoint %s", path)
+        self._call("on_save", path)
+        return path
+
+    def _resume(self, parts: RunParts) -> dict[str, Any] | None:
+        """Loads the checkpoint that the recipe asks for, if there is one; returns the evaluation from before the run."""
+        folder = parts.checkpoints.find(self.args.run.resume_from_checkpoint)
+        self._engine_checked = False
+        if folder is None:
+            parts.sync.remember_initial()
+            return None
+        meta = parts.checkpoints.load(parts.engines.actor, folder)
+        parts.stream.load_state_dict(meta["stream"])
+        parts.desk.load_state_dict(meta["rollouts"])
+        self.state.step, self.state.prompts_seen = meta["step"], meta["prompts_seen"]
+        logger.info("resumed from %s: step %d of %d", folder, self.state.step, self.state.total_steps)
+        before: dict[str, Any] | None = meta["before"]
+        return before
+
+    def _finish(self, parts: RunParts) -> None:
+        self._call("on_train_end")
+        after = self._evaluate(parts) if self.args.monitor.eval_at_end else None
+        if self.args.checkpoint.save_at_end:
+            self._save(parts)
+        if self.args.checkpoint.export_final:
+            assert self.args.run.output_dir is not None
+            export_final(
+                parts.engines.actor.network,
+                parts.tokenizer,
+                Path(self.args.run.output_dir) / "final",
+                parts.collectives,
+                dtype=getattr(torch, self.args.model.dtype),
+                merged=self.args.checkpoint.export_merged,
+                generation_config=parts.generation_config,
+            )
+        self._report.summary(self.state, after)
+
+    def _call(self, hook: str, *values: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(self.state, *values)

@@ -1,0 +1,223 @@
+"""What a user sees of a run: metrics, TensorBoard, progress line, samples, and the table before and after."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.config.resolved import resolved_text
+from ebft_ds.features.scorer import Scores
+from ebft_ds.monitor.memory import PeakMemory
+from ebft_ds.monitor.metrics import Metric, MetricsAccumulator, reduce_over_ranks
+from ebft_ds.monitor.progress import ProgressReporter
+from ebft_ds.monitor.samples import SampleLog, SampleRow, render_table
+from ebft_ds.monitor.summary import EvalResult, render_before_after
+from ebft_ds.monitor.throughput import model_flops_utilisation, training_flops
+from ebft_ds.monitor.timing import StepTimer
+from ebft_ds.monitor.writer import MetricsWriter
+from ebft_ds.sync.push import SyncReport
+from ebft_ds.sync.source import full_numel
+from ebft_ds.trainers.assembly import RunParts
+from ebft_ds.trainers.callbacks import TrainerCallback, TrainerControl, TrainerState
+from ebft_ds.types import RolloutGroup, ScoredGroup
+
+
+class RunReport:
+    """Rank 0 writes; every rank takes part in the one reduction a step."""
+
+    def __init__(self, config: AsyncEBFTConfig, parts: RunParts, state: TrainerState) -> None:
+        assert config.run.output_dir is not None
+        self._config = config
+        self._parts = parts
+        self._output_dir = Path(config.run.output_dir)
+        cuda = torch.cuda.is_available()
+        self.timer = StepTimer(synchronize=torch.cuda.synchronize if cuda else None)
+        self.before: EvalResult | None = None
+        self._memory = PeakMemory()
+        self._dropped_before = 0
+        self._step_seconds = 0.0
+        self._device_name = torch.cuda.get_device_name() if cuda else None
+        parameters = list(parts.engines.actor.network.parameters())
+        self._size = sum(full_numel(p) for p in parameters)
+        self._trained_size = sum(full_numel(p) for p in parameters if p.requires_grad)
+        self._writer: MetricsWriter | None = None
+        self._progress: ProgressReporter | None = None
+        self._samples: SampleLog | None = None
+        if parts.collectives.is_main:
+            tensorboard = "tensorboard" in config.monitor.report_to
+            self._writer = MetricsWriter(self._output_dir, tensorboard=tensorboard, start_step=state.step)
+            self._writer.write_text("config", resolved_text(config), state.step)
+            self._samples = SampleLog(self._output_dir / "samples.jsonl", start_step=state.step)
+            self._progress = ProgressReporter(state.total_steps, state.step)
+
+    def restore_before(self, values: Mapping[str, Any] | None) -> None:
+        """The evaluation before the run, from a checkpoint."""
+        self.before = EvalResult(**{k: math.nan if v is None else v for k, v in values.items()}) if values else None
+
+    def before_as_dict(self) -> dict[str, Any] | None:
+        """JSON types (NaN as None) for a checkpoint."""
+        if self.before is None:
+            return None
+        return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in dataclasses.asdict(self.before).items()}
+
+    def groups(
+        self, state: TrainerState, groups: Sequence[RolloutGroup], scores: Scores, advantages: Tensor, metrics: MetricsAccumulator
+    ) -> list[ScoredGroup]:
+        """The step's groups with their scores; logs what concerns completions, and a table of some every `log_samples_steps`."""
+        if self._parts.collectives.is_main:
+            for rollout in (r for group in groups for r in group.rollouts):
+                metrics.mean("completions/mean_length", len(rollout.token_ids))
+                metrics.mean("completions/clipped_ratio", float(rollout.finish_reason == "length"))
+            seconds = sum(group.generation_seconds for group in groups)
+            if seconds > 0:
+                tokens = sum(len(r.token_ids) for group in groups for r in group.rollouts)
+                metrics.add("perf/rollout_tokens_per_s", Metric.ratio(tokens, seconds))
+            every = self._config.monitor.log_samples_steps
+            if every and state.step % every == 0:
+                self._show_samples(state.step + 1, groups, scores, advantages, "training samples")
+        return _scored(groups, scores)
+
+    def step(
+        self,
+        state: TrainerState,
+        metrics: MetricsAccumulator,
+        sync: SyncReport,
+        grad_norm: float,
+        learning_rate: float,
+        callbacks: Sequence[TrainerCallback],
+        control: TrainerControl,
+    ) -> None:
+        """Reduces the step's metrics once over ranks, lets callbacks see them, and writes them."""
+        times = self.timer.take()
+        metrics.max("memory/peak_gb", self._memory.take_gb())
+        gather = self._parts.collectives.all_gather
+        reduced: dict[str, float | None] = dict(
+            reduce_over_ranks(metrics.take(), lambda local: [_as_metrics(share) for share in gather(_as_builtins(local))])
+        )
+        trained_tokens = reduced.pop("perf/trained_tokens", None) or 0.0
+        reduced |= times
+        reduced["perf/tokens_per_s"] = trained_tokens / times["time/step"]
+        reduced["perf/mfu"] = self._mfu(int(trained_tokens), times["time/step"])
+        reduced |= {
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "policy_version": state.step,
+            "num_prompts_seen": state.prompts_seen,
+            "epoch": state.prompts_seen / self._parts.stream.prompts_per_epoch,
+        }
+        if self._parts.collectives.is_main:
+            reduced |= self._rollout_side(sync)
+        for callback in callbacks:
+            callback.on_step_end(state, control, reduced)
+        if self._writer is not None and self._progress is not None and state.step % self._config.monitor.logging_steps == 0:
+            self._writer.write(state.step, reduced)
+            self._progress.update(state.step, reduced)
+
+    def _rollout_side(self, sync: SyncReport) -> dict[str, float | None]:
+        """Rank 0's counters."""
+        stats = self._parts.desk.stats()
+        values: dict[str, float | None] = {f"sync/{name}": value for name, value in dataclasses.asdict(sync).items()}
+        if stats is not None:
+            values |= {
+                "staleness/mean": stats.staleness_mean,
+                "staleness/max": stats.staleness_max,
+                "staleness/dropped": stats.dropped - self._dropped_before,
+                "queue/depth": stats.queue_depth,
+            }
+            self._dropped_before = stats.dropped
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _mfu(self, tokens: int, seconds: float) -> float | None:
+        flops = training_flops(
+            tokens, parameters=self._size, trained_parameters=self._trained_size, recompute=self._config.model.gradient_checkpointing
+        )
+        return model_flops_utilisation(flops, seconds, devices=self._parts.collectives.world_size, device_name=self._device_name)
+
+    def evaluation(self, state: TrainerState, result: EvalResult, groups: Sequence[RolloutGroup]) -> None:
+        """Writes `eval/*` and shows the numbers."""
+        if self._writer is None or self._progress is None:
+            return
+        self._writer.write(state.step, result.to_metrics())
+        self._progress.note(f"evaluation at step {state.step}")
+        self._progress.note(render_before_after(self.before, result))
+
+    def summary(self, state: TrainerState, after: EvalResult | None) -> None:
+        """The last words: where things are."""
+        if self._progress is None:
+            return
+        self._progress.close()
+        if after is not None and self.before is not None and (self._output_dir / "final").exists():
+            self._progress.note(f"before and after {state.step} steps: see the table above")
+        self._progress.note(
+            f"done: {state.step} steps. Model: {self._output_dir / 'final'}. "
+            f"Curves: tensorboard --logdir {self._output_dir / 'tb'}. Completions: ebft-ds samples {self._output_dir}"
+        )
+
+    def close(self) -> None:
+        """Flushes and closes the sinks."""
+        for sink in (self._progress, self._writer, self._samples):
+            if sink is not None:
+                sink.close()
+
+    def _show_samples(self, step: int, groups: Sequence[RolloutGroup], scores: Scores, advantages: Tensor, title: str) -> None:
+        """All of the step's completions go to samples.jsonl; a few, best and worst first, into a table."""
+        if self._samples is None or self._progress is None:
+            return
+        decode = self._parts.tokenizer.decode
+        rows = [
+            SampleRow(
+                step=step,
+                prompt_id=group.prompt.prompt_id,
+                index=j,
+                prompt=decode(group.prompt.token_ids, skip_special_tokens=True),
+                completion=decode(rollout.token_ids, skip_special_tokens=True),
+                reference=decode(group.prompt.reference_ids, skip_special_tokens=True),
+                reward=float(scores.rewards.reward[g, j]),
+                alignment=float(scores.rewards.alignment[g, j]),
+                diversity=float(scores.rewards.diversity[g, j]),
+                advantage=float(advantages[g, j]),
+                length=len(rollout.token_ids),
+                finish_reason=rollout.finish_reason,
+                version=rollout.oldest_version,
+            )
+            for g, group in enumerate(groups)
+            for j, rollout in enumerate(group.rollouts)
+        ]
+        self._samples.append(rows)
+        spread = sorted(rows, key=lambda row: -(row.reward or 0.0))
+        count = self._config.monitor.log_samples
+        shown = spread if len(spread) <= count else [spread[round(i * (len(spread) - 1) / max(count - 1, 1))] for i in range(count)]
+        self._progress.note(render_table(shown, title=f"step {step}: {title}"))
+
+
+def _scored(groups: Sequence[RolloutGroup], scores: Scores) -> list[ScoredGroup]:
+    rewards = scores.rewards
+    return [
+        ScoredGroup(
+            group=group,
+            reward=rewards.reward[g].tolist(),
+            alignment=rewards.alignment[g].tolist(),
+            diversity=rewards.diversity[g].tolist(),
+            valid=rewards.mask[g].tolist(),
+            cfm_loss=float(rewards.cfm_loss[g]),
+            fm_loss_unbiased=float(rewards.fm_loss_unbiased[g]),
+        )
+        for g, group in enumerate(groups)
+    ]
+
+
+def _as_builtins(metrics: Mapping[str, Metric]) -> dict[str, Any]:
+    built: dict[str, Any] = {key: [m.kind, m.value, m.weight] for key, m in metrics.items()}
+    return built
+
+
+def _as_metrics(share: Mapping[str, Any]) -> dict[str, Metric]:
+    return {key: Metric(*msgspec.convert(value, tuple[str, float, float])) for key, value in share.items()}  # type: ignore[arg-type]

@@ -1,0 +1,143 @@
+"""The collective front of the rollout feed: rank 0 owns feed and client, every rank gets the same groups.
+
+While rank 0 waits for rollouts, all ranks meet every `WAIT_SLICE` seconds on the CPU group: a stop signal at any rank and an
+error at rank 0 are known everywhere within a slice, and no rank sits in a collective that could time out.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from ebft_ds.collectives import Collectives
+from ebft_ds.errors import EbftError, PeerError, Preempted
+from ebft_ds.rollout.client import RolloutClient
+from ebft_ds.rollout.feed import FeedStats, RolloutFeed
+from ebft_ds.trainers.stop_signal import StopSignal
+from ebft_ds.types import Prompt, RolloutGroup, RolloutRequest
+
+logger = logging.getLogger(__name__)
+
+WAIT_SLICE = 0.5
+REPORT_SECONDS = 30.0
+T = TypeVar("T")
+
+
+class RolloutDesk:
+    """Groups for a step, references for a warm-start step, completions for an evaluation."""
+
+    def __init__(self, feed: RolloutFeed | None, client: RolloutClient | None, collectives: Collectives, stop: StopSignal) -> None:
+        self._feed = feed
+        self._client = client
+        self._collectives = collectives
+        self._stop = stop
+
+    def next_groups(self, version: int) -> list[RolloutGroup]:
+        """Collective: the groups of the step that starts from policy `version`; rollouts of later steps are under way afterwards.
+
+        Raises:
+            RolloutError (rank 0) or PeerError: the rollout side failed. Preempted: a stop signal was agreed on.
+        """
+        started = time.monotonic()
+        reported = started
+        error: EbftError | None = None
+        while True:
+            ready = False
+            if self._feed is not None:
+                try:
+                    ready = self._advance(self._feed, version)
+                except EbftError as caught:
+                    error = caught
+            stop, failed, is_ready = self._collectives.max_ints([int(self._stop.requested), int(error is not None), int(ready)])
+            if failed:
+                raise error or PeerError("the rollout side failed; rank 0's message names the cause")
+            if stop:
+                raise Preempted("a stop signal arrived while waiting for rollouts")
+            if is_ready:
+                return self._hand_out(version)
+            if self._feed is not None and time.monotonic() - reported > REPORT_SECONDS:
+                reported = time.monotonic()
+                stats = self._feed.stats()
+                logger.info(
+                    "step %d: waiting for rollouts for %.0f s (%d in flight, %d ready)",
+                    version,
+                    reported - started,
+                    stats.in_flight,
+                    stats.queue_depth,
+                )
+
+    def _advance(self, feed: RolloutFeed, version: int) -> bool:
+        feed.top_up(version)
+        if feed.ready(version):
+            return True
+        feed.poll(WAIT_SLICE)
+        return feed.ready(version)
+
+    def _hand_out(self, version: int) -> list[RolloutGroup]:
+        groups: list[RolloutGroup] | None = None
+        if self._feed is not None:
+            groups = self._feed.take(version)
+            self._feed.top_up(version)  # keeps the engine busy while the ranks train
+        return self._collectives.broadcast(groups, list[RolloutGroup])
+
+    def references(self, count: int) -> list[Prompt]:
+        """Collective: the next `count` prompts of the stream, for their references alone."""
+        return self._collectives.broadcast(self._feed.take_references(count) if self._feed is not None else None, list[Prompt])
+
+    def roll_out(self, requests: Sequence[RolloutRequest], timeout: float) -> list[RolloutGroup]:
+        """Collective: completions for evaluation prompts (negative indices), in the order of the requests."""
+        groups = self.on_main(lambda: self._feed.roll_out(requests, timeout) if self._feed is not None else [])
+        return self._collectives.broadcast(groups if self._collectives.is_main else None, list[RolloutGroup])
+
+    def on_main(self, action: Callable[[], T]) -> T | None:
+        """Runs rank 0's part; an error there is an error everywhere. None on the other ranks."""
+        result: T | None = None
+        error: EbftError | None = None
+        if self._collectives.is_main:
+            try:
+                result = action()
+            except EbftError as caught:
+                error = caught
+        if self._collectives.max_int(int(error is not None)):
+            raise error or PeerError("rank 0 failed; its message names the cause")
+        return result
+
+    def check_stop(self) -> None:
+        """Collective, cheap: Preempted on every rank once any rank has got a stop signal; rank 0 also looks after its child."""
+        error: EbftError | None = None
+        if self._client is not None:
+            try:
+                self._client.check()
+            except EbftError as caught:
+                error = caught
+        stop, failed = self._collectives.max_ints([int(self._stop.requested), int(error is not None)])
+        if failed:
+            raise error or PeerError("the rollout side failed; rank 0's message names the cause")
+        if stop:
+            raise Preempted("a stop signal arrived")
+
+    def stats(self) -> FeedStats | None:
+        """Rank 0's counters."""
+        return self._feed.stats() if self._feed is not None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rank 0's feed and loop state in JSON types; {} on the others."""
+        if self._feed is None or self._client is None:
+            return {}
+        state: dict[str, Any] = msgspec.to_builtins({"feed": self._feed.state_dict(), "loop": self._client.state_dict()})
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` gave."""
+        if self._feed is not None and self._client is not None:
+            self._feed.load_state_dict(state["feed"])
+            self._client.load_state_dict(state["loop"])
+
+    def close(self) -> None:
+        """Ends the rollout process."""
+        if self._client is not None:
+            self._client.stop()
