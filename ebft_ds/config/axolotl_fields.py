@@ -167,3 +167,21 @@ _ROWS = (
 
 AXOLOTL_FIELDS: dict[str, AxolotlField] = {row.name: row for row in _ROWS}
 """Axolotl's field name -> its row, in the order of Axolotl's page."""
+
+AXOLOTL_ARGUMENTS: tuple[tuple[str, str, str], ...] = (
+    ("AxolotlAsyncEBFTTrainer", "model", "AsyncEBFTTrainer(model, ...): a path or a model object."),
+    ("AxolotlAsyncEBFTTrainer", "args", "AsyncEBFTTrainer(args=AsyncEBFTConfig(...))."),
+    ("AxolotlAsyncEBFTTrainer", "train_dataset", "The same; eval_dataset exists beside it."),
+    ("AxolotlAsyncEBFTTrainer", "processing_class", "The same: the tokenizer."),
+    ("AxolotlAsyncEBFTTrainer", "callbacks", "The same, with this package's hooks."),
+    ("AxolotlAsyncEBFTTrainer", "optimizers", "The same: (optimizer, schedule)."),
+    ("AxolotlAsyncEBFTTrainer", "peft_config", "The same; the lora_* fields of a recipe do it without code."),
+    ("AxolotlAsyncEBFTTrainer", "kwargs", "There are no further arguments but reward_funcs: an unknown one is an error."),
+    ("EBFTScorer", "layer_indices", "The same."),
+    ("EBFTScorer", "embed_method", "The same."),
+    ("EBFTScorer", "use_whitening", "The same; also `feature` or `sample`."),
+    ("EBFTScorer", "alignment_coef", "The same."),
+    ("EBFTScorer", "diversity_coef", "The same."),
+    ("EBFTScorer", "feature_network", "The same."),
+)
+"""(class, constructor argument, what it is here)."""
