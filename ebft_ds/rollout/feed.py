@@ -6,9 +6,10 @@ trainer's policy version) and e the version that the engine holds:
 - Admission. At most (S + 1 - (t - e)) * groups_per_step groups are in flight or waiting: never more than (S + 1) groups_per_step,
   fewer while the engine lags, because a prompt submitted beyond that could only come back too old. S = 0 thus submits nothing
   before the step's weights are in the engine.
-- Guard. A group is taken oldest first; one whose oldest sampled token would be older than S is dropped, counted, and its prompt
+- Guard. Groups are taken oldest first; one whose oldest sampled token would be older than S is dropped, counted, and its prompt
   rolled out again (attempt + 1) before any new one.
-- No starvation. A prompt that was dropped once is waited for: no step starts that would make its second attempt too old.
+- No starvation. A prompt that was dropped once goes first and is waited for: no step starts after which the second attempts still in
+  flight could not all be trained in time. With a push every step no prompt is dropped twice, however slow it is.
 """
 
 from __future__ import annotations
@@ -125,9 +126,7 @@ class RolloutFeed:
         self._drop_stale(step)
         if len(self._waiting) < self._groups_per_step:
             return False
-        return not any(
-            flight.request.attempt > 0 and step + 1 - flight.engine_version > self._max_staleness for flight in self._in_flight.values()
-        )
+        return not self._would_starve(step)
 
     def take(self, version: PolicyVersion) -> list[RolloutGroup]:
         """The step's groups_per_step groups, in order of prompt.index.
@@ -140,7 +139,7 @@ class RolloutFeed:
                 f"step {version}: {len(self._waiting)} fresh groups of {self._groups_per_step} are there and "
                 f"{len(self._in_flight)} in flight; take() came before ready()"
             )
-        chosen = sorted(self._waiting.values(), key=_urgency)[: self._groups_per_step]
+        chosen = self._choose()
         for group in chosen:
             del self._waiting[group.prompt.index]
         self._ages = [version - oldest for group in chosen if (oldest := group.oldest_version) is not None]
@@ -240,6 +239,27 @@ class RolloutFeed:
         else:
             raise RolloutError(f"a rollout group came back for prompt {group.prompt.prompt_id} (index {index}), which is not in flight")
 
+    def _choose(self) -> list[RolloutGroup]:
+        return sorted(self._waiting.values(), key=_urgency)[: self._groups_per_step]
+
+    def _would_starve(self, step: PolicyVersion) -> bool:
+        """Would a step now leave a second attempt in flight without room before its last step (the version it was begun with + S)?
+
+        k steps have room for k * groups_per_step groups, taken earliest last step first. Only groups in flight count as a reason to
+        wait: for those waiting would change something.
+        """
+        chosen = {group.prompt.index for group in self._choose()}
+        in_flight = [flight.engine_version + self._max_staleness for flight in self._in_flight.values() if flight.request.attempt > 0]
+        waiting = [
+            oldest + self._max_staleness
+            for index, group in self._waiting.items()
+            if group.attempt > 0 and index not in chosen and (oldest := group.oldest_version) is not None
+        ]
+        return any(
+            sum(other <= last_step for other in (*in_flight, *waiting)) > (last_step - step) * self._groups_per_step
+            for last_step in in_flight
+        )
+
     def _drop_stale(self, step: PolicyVersion) -> None:
         stale = [
             index
@@ -253,7 +273,7 @@ class RolloutFeed:
         self._again.sort()
 
 
-def _urgency(group: RolloutGroup) -> tuple[float, int, int]:
-    """Oldest tokens first, then the prompt dropped most often, then stream order: with admission no waiting group grows too old."""
+def _urgency(group: RolloutGroup) -> tuple[int, float, int]:
+    """Prompts dropped before go first, then the oldest tokens, then stream order."""
     oldest = group.oldest_version
-    return (float("inf") if oldest is None else oldest, -group.attempt, group.prompt.index)
+    return (-group.attempt, float("inf") if oldest is None else oldest, group.prompt.index)
