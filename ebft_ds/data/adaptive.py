@@ -28,6 +28,6 @@ def completion_budget(
         raise DataError(f"A prompt of {prompt_length} tokens leaves no room for a completion within max_seq_length {max_seq_length}.")
     budget = max_completion_length
     if adaptive:
-        # The subtraction keeps ceil(1.1 * 10) at 11: the product is 11.000000000000002 in floating point.
+        # The subtraction keeps ceil(1.1 * 50) at 55: the product is 55.00000000000001 in floating point.
         budget = min(budget, max(floor, math.ceil(multiplier * reference_length - 1e-9)))
     return min(budget, room)

@@ -138,7 +138,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 def eos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The tokenizer's EOS id. Some tokenizers list several: the first."""
-    value: Any = tokenizer.eos_token_id
+    value: int | list[int] | None = tokenizer.eos_token_id
     return value[0] if isinstance(value, list) else value
 
 

@@ -64,6 +64,8 @@ class RowEncoder:
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         """Batch encoding without special tokens; the tokenizer's own truncation and padding settings never apply."""
+        if not texts:  # the tokenizer itself cannot take an empty batch
+            return []
         batch: Any = self._tokenizer(
             texts,
             add_special_tokens=False,

@@ -254,22 +254,20 @@ class _Loader:
         self._report.first_bad = self._report.first_bad or message
 
     def _fits(self, number: int, encoded: EncodedTexts) -> bool:
-        prompt, reference = len(encoded.token_ids), len(encoded.reference_ids)
-        limits = self._limits
-        where = self._table.where(number)
+        prompt, reference, limits = len(encoded.token_ids), len(encoded.reference_ids), self._limits
         if prompt > limits.prompt:
-            self._report.overlong_prompts += 1
-            message = f"{where} has a prompt of {prompt} tokens, over max_prompt_length {limits.prompt}"
+            problem = f"has a prompt of {prompt} tokens, over max_prompt_length {limits.prompt}"
         elif reference > limits.reference:
-            self._report.overlong_references += 1
-            message = f"{where} has a reference of {reference} tokens, over max_reference_length {limits.reference}"
+            problem = f"has a reference of {reference} tokens, over max_reference_length {limits.reference}"
         elif prompt + reference > limits.total:
-            self._report.overlong_references += 1
-            message = f"{where} has {prompt} + {reference} tokens of prompt and reference, over max_seq_length {limits.total}"
+            problem = f"has {prompt} + {reference} tokens of prompt and reference, over max_seq_length {limits.total}"
         else:
             return True
+        message = f"{self._table.where(number)} {problem}"
         if self._data.overlong_prompts == "error":
             raise DataError(f"{message}. Raise the limit, shorten the row, or set overlong_prompts: drop.")
+        self._report.overlong_prompts += prompt > limits.prompt
+        self._report.overlong_references += prompt <= limits.prompt
         self._report.first_overlong = self._report.first_overlong or message
         return False
 

@@ -88,24 +88,20 @@ def read_rows(source: DataSource, *, split: str | None = "train", config_name: s
     `EVAL_SPLITS` that exists. A single file, list or `Dataset` has no splits and ignores it.
     Raises `DataError` for a missing path, an unreachable hub dataset, an unknown split, an unreadable file or zero rows.
     """
-    if isinstance(source, (str, Path)):
-        table = _read_named(source, split, config_name, num_proc)
-    else:
-        table = _read_object(source, split)
+    is_name = isinstance(source, (str, Path))
+    table = _read_named(str(source), split, config_name, num_proc) if is_name else _read_object(source, split)
     if len(table) == 0:
         raise DataError(f"{table.name} has no rows.")
     return table
 
 
-def _read_named(source: str | Path, split: str | None, config_name: str | None, num_proc: int | None) -> RowTable:
-    path = Path(source).expanduser()
+def _read_named(text: str, split: str | None, config_name: str | None, num_proc: int | None) -> RowTable:
+    path = Path(text).expanduser()
     if path.is_file():
         return RowTable(path.name, [read_file(path, path.name)])
     if path.is_dir():
         return _read_folder(path, split)
-    text = str(source)
-    looks_like_file = text.lower().endswith(FILE_SUFFIXES)
-    if isinstance(source, Path) or looks_like_file or not _HUB_NAME.fullmatch(text):
+    if text.lower().endswith(FILE_SUFFIXES) or not _HUB_NAME.fullmatch(text):
         raise DataError(f"No dataset at {path.absolute()}: neither a file nor a folder. Correct the path, or give a hub name (owner/name).")
     return _read_hub(text, split, config_name, num_proc)
 
@@ -119,7 +115,7 @@ def read_file(path: Path, name: str) -> TablePart:
         if suffix == ".parquet":
             import pyarrow.parquet
 
-            return TablePart(name, pyarrow.parquet.read_table(path).to_pylist())  # type: ignore[no-untyped-call]
+            return TablePart(name, pyarrow.parquet.read_table(path).to_pylist())
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path.absolute()} is not UTF-8 text: {error}. Convert it.") from error
