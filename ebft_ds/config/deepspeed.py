@@ -114,6 +114,8 @@ def _fill(content: dict[str, Any], config: AsyncEBFTConfig, derived: DerivedNumb
         content[key] = {**content.get(key, {}), "enabled": config.model.dtype == name}
     if kind == "actor":
         content["gradient_clipping"] = config.optim.max_grad_norm
+        # Micro-batch gradients in bf16 would lose the small ones when they are added up.
+        content.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
     else:
         content.pop("gradient_clipping", None)
     zero = content["zero_optimization"]
@@ -121,7 +123,8 @@ def _fill(content: dict[str, Any], config: AsyncEBFTConfig, derived: DerivedNumb
     sizes = {
         "reduce_bucket_size": hidden_size and hidden_size * hidden_size,
         "stage3_prefetch_bucket_size": hidden_size and int(0.9 * hidden_size * hidden_size),
-        "stage3_param_persistence_threshold": hidden_size and 10 * hidden_size,
+        # Adapter matrices are small and many: gathering each of them costs more than keeping them whole.
+        "stage3_param_persistence_threshold": hidden_size and max(100_000, 10 * hidden_size),
     }
     for key, size in sizes.items():
         if zero.get(key) == AUTO:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,9 @@ from ebft_ds.engine.rotary import restore_rotary_buffers
 from ebft_ds.errors import NumericsError
 
 logger = logging.getLogger(__name__)
+
+# DeepSpeed 0.19.8 still calls the collectives' former names; torch 2.13 says so at every single call.
+warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
 
 
 def init_distributed(timeout_seconds: float) -> Collectives:

@@ -100,8 +100,8 @@ class WeightSync:
         sums = []
         for parameter in self._engine.network.parameters():
             if parameter.requires_grad:
-                shard = getattr(parameter, "ds_tensor", parameter).detach().double()
-                sums += [float(shard.sum()), float(shard.square().sum())]
+                shard = getattr(parameter, "ds_tensor", parameter).detach()
+                sums += [float(shard.sum(dtype=torch.float64)), float(torch.linalg.vector_norm(shard, dtype=torch.float64))]
         return sums
 
     def _push(self, version: int, *, send_tensors: bool) -> SyncReport:

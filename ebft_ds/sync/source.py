@@ -54,8 +54,8 @@ class MergeLoss:
         return (self.kept_squared / self.delta_squared) ** 0.5 if self.delta_squared > 0 else None
 
     def add(self, weight: Tensor, merged: Tensor, cast: Tensor) -> None:
-        self.kept_squared += float((cast.float() - weight).double().square().sum())
-        self.delta_squared += float((merged - weight).double().square().sum())
+        self.kept_squared += float(torch.linalg.vector_norm(cast.float() - weight)) ** 2
+        self.delta_squared += float(torch.linalg.vector_norm(merged - weight)) ** 2
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:

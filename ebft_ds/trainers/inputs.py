@@ -17,10 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ebft_ds.collectives import Collectives
 from ebft_ds.config import AsyncEBFTConfig
 from ebft_ds.config.preflight import prepare_output_dir
-from ebft_ds.config.resolved import find_git_commit, installed_versions, write_resolved
+from ebft_ds.config.resolved import write_resolved
 from ebft_ds.data.preflight import Preflight, run_preflight
 from ebft_ds.engine.build import init_distributed
 from ebft_ds.errors import ConfigError, EbftError, PeerError
+from ebft_ds.monitor.environment import code_version, package_versions
 from ebft_ds.monitor.logging_setup import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,9 @@ def prepare_run(args: AsyncEBFTConfig, inputs: RunInputs) -> PreparedRun:
     for note in checked.notes:
         logger.info("%s", note)
     if collectives.is_main:
-        write_resolved(output_dir / "config.resolved.yaml", config, sys.argv, installed_versions(), find_git_commit(Path.cwd()))
+        code = code_version(Path(__file__).parent)
+        commit = f"{code['commit']}{' with changes' if code['modified'] else ''}" if code else None
+        write_resolved(output_dir / "config.resolved.yaml", config, sys.argv, package_versions(), commit)
     _seed(config.run.seed + collectives.rank)
     torch.use_deterministic_algorithms(config.engine.deterministic)
     return PreparedRun(config, checked, collectives)
