@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DataSource: TypeAlias = "str | Path | Sequence[Mapping[str, Any]] | datasets.Dataset | datasets.DatasetDict"
-"""What a user may hand over as a dataset."""
+DataSource: TypeAlias = "str | Path | list[Any] | tuple[Any, ...] | datasets.Dataset | datasets.DatasetDict"
+"""What a user may hand over as a dataset; lists hold one dict a row."""
 
 FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 EVAL_SPLITS = ("validation", "valid", "val", "eval", "evaluation", "test", "dev")
@@ -150,14 +150,16 @@ def _parse_json_lines(text: str, name: str) -> TablePart:
 
 
 def _read_folder(path: Path, split: str | None) -> RowTable:
-    import datasets
-
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        import datasets
+
         try:
             return _read_object(datasets.load_from_disk(str(path)), split, name=str(path))
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{path.absolute()} is a saved dataset that cannot be read: {error}") from error
     files = sorted(p for p in path.rglob("*") if p.suffix.lower() in FILE_SUFFIXES and p.is_file() and not _hidden(p, path))
+    # Beside data files, .json is metadata (dataset_infos.json, ...).
+    files = [file for file in files if file.suffix.lower() != ".json"] or files
     if not files:
         raise DataError(f"{path.absolute()} holds no {', '.join(FILE_SUFFIXES)} file and no dataset written with save_to_disk.")
     by_split: dict[str | None, list[Path]] = {}
@@ -210,6 +212,9 @@ def _read_hub(name: str, split: str | None, config_name: str | None, num_proc: i
 
 
 def _read_object(source: Any, split: str | None, *, name: str | None = None) -> RowTable:
+    if isinstance(source, (list, tuple)):
+        title = name or "the list of rows"
+        return RowTable(title, [TablePart(title, source)])
     import datasets
 
     if isinstance(source, datasets.DatasetDict):
@@ -219,9 +224,6 @@ def _read_object(source: Any, split: str | None, *, name: str | None = None) -> 
         return RowTable(title, [TablePart(f"{title}[{chosen}]", source[chosen])])
     if isinstance(source, datasets.Dataset):
         title = name or "the dataset"
-        return RowTable(title, [TablePart(title, source)])
-    if isinstance(source, Sequence) and not isinstance(source, (str, bytes)):
-        title = name or "the list of rows"
         return RowTable(title, [TablePart(title, source)])
     raise DataError(
         f"A dataset of type {type(source).__name__} cannot be used: give a path, a hub name, a datasets.Dataset or a list of dicts"

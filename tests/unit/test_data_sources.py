@@ -134,6 +134,18 @@ def test_folder_rows_are_located_in_their_file(tmp_path: Path) -> None:
     assert table.where(3) == "row 2 of b.jsonl"
 
 
+def test_metadata_beside_data_files_is_not_read_as_rows(tmp_path: Path) -> None:
+    jsonl(tmp_path / "data" / "train.jsonl", ROWS)
+    (tmp_path / "dataset_infos.json").write_text('{"default": {"splits": 1}}', encoding="utf-8")
+    assert all_rows(tmp_path) == ROWS
+
+
+def test_folder_without_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing", encoding="utf-8")
+    with pytest.raises(DataError, match=r"holds no \.jsonl"):
+        read_rows(tmp_path)
+
+
 def test_dataset_dict_splits(tmp_path: Path) -> None:
     both = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS[:3]), "validation": datasets.Dataset.from_list(ROWS[3:])})
     both.save_to_disk(str(tmp_path / "both"))
