@@ -13,6 +13,8 @@ import msgspec
 from ebft_ds.config.sections import DataSection, RolloutSection
 from ebft_ds.data.chat import require_chat_template, set_chat_template
 from ebft_ds.data.encode import EncodedTexts, RowEncoder
+from ebft_ds.data.limits import LengthLimits
+from ebft_ds.data.load_report import LoadReport
 from ebft_ds.data.rows import BadRow, Message, ValidRow, validate_row
 from ebft_ds.data.sources import DataSource, RowTable, read_rows
 from ebft_ds.data.token_table import TokenTable
@@ -36,54 +38,6 @@ class EncodedRow(msgspec.Struct, frozen=True):
     reference_ids: list[int]
     prompt: str | list[Message]
     reference: str
-
-
-class LoadReport(msgspec.Struct):
-    """What became of the source's rows."""
-
-    source: str
-    rows: int = 0
-    usable: int = 0
-    bad_rows: int = 0
-    overlong_prompts: int = 0
-    overlong_references: int = 0
-    """Reference alone, or prompt plus reference, over the limit."""
-    remaining_turns: int = 0
-    """Rows whose further turns are ignored."""
-    held_out_duplicates: int = 0
-    """Training rows left out because their prompt is held out for evaluation."""
-    chat_rows: int = 0
-    first_bad: str | None = None
-    first_overlong: str | None = None
-
-    def summary(self) -> str:
-        """One line with every count that is not zero."""
-        counts = [
-            (self.bad_rows, f"bad, skipped (first: {self.first_bad})"),
-            (self.overlong_prompts + self.overlong_references, f"over-long, dropped (first: {self.first_overlong})"),
-            (self.held_out_duplicates, "left out: their prompt is held out"),
-        ]
-        parts = [f"{self.usable} of {self.rows} rows usable"] + [f"{count} {text}" for count, text in counts if count]
-        return f"{self.source}: " + "; ".join(parts)
-
-
-class LengthLimits(msgspec.Struct, frozen=True):
-    """Longest prompt, reference and their sum, in tokens."""
-
-    prompt: int
-    reference: int
-    total: int
-
-    @classmethod
-    def of(cls, data: DataSection, rollout: RolloutSection) -> LengthLimits:
-        total = data.max_seq_length
-        prompt = total - rollout.max_completion_length if data.max_prompt_length is None else data.max_prompt_length
-        if prompt < 1:
-            raise ConfigError(
-                f"max_completion_length {rollout.max_completion_length} leaves no room for a prompt within max_seq_length {total}:"
-                " raise max_seq_length or set max_prompt_length."
-            )
-        return cls(prompt=prompt, reference=total if data.max_reference_length is None else data.max_reference_length, total=total)
 
 
 class PromptDataset:
