@@ -79,13 +79,17 @@ class Link:
         return groups
 
     def request(self, message: Any, timeout: float, payload: Sequence[memoryview] = ()) -> Any:
-        """Send and wait for the answer. Raises what the process answered, WeightSyncError if it did not within `timeout` seconds."""
+        """Send and wait for the answer.
+
+        Raises what the process answered; if it did not within `timeout` seconds, WeightSyncError for a push, else RolloutError.
+        """
         with self._changed:
             self._awaited[message.id] = None
         try:
             self._send(message, timeout, payload)
             if not self._wait(lambda: self._awaited[message.id] is not None, timeout):
-                raise WeightSyncError(f"the rollout process did not answer {type(message).__name__} within {timeout:g} s.{self._log()}")
+                error = WeightSyncError if isinstance(message, messages.PartOfUpdate) else RolloutError
+                raise error(f"the rollout process did not answer {type(message).__name__} within {timeout:g} s.{self._log()}")
             answer = self._awaited[message.id]
         finally:
             with self._changed:

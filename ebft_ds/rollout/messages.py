@@ -102,4 +102,5 @@ class Failed(msgspec.Struct, tag=True):
 
 
 ToProcess = Start | Submit | Cancel | BeginUpdate | Bucket | FinishUpdate | AbortUpdate | Score | GetState | LoadState | Stop
+PartOfUpdate = BeginUpdate | Bucket | FinishUpdate | AbortUpdate
 FromProcess = Ready | Groups | Heartbeat | Reply | Refused | Failed

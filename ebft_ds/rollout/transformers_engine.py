@@ -67,15 +67,19 @@ class TransformersEngine:
         """Load the model, in eval mode and without gradients."""
         spec = self._spec
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model, loading = AutoModelForCausalLM.from_pretrained(
                 spec.model_name_or_path,
                 revision=spec.revision,
                 dtype=DTYPES[spec.dtype],
                 attn_implementation=spec.attn_implementation,
                 trust_remote_code=spec.trust_remote_code,
+                output_loading_info=True,
             )
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"rollout engine: cannot load {spec.model_name_or_path!r}: {error}") from error
+        if loading["missing_keys"]:
+            missing = sorted(loading["missing_keys"])
+            raise ModelError(f"rollout engine: {spec.model_name_or_path!r} lacks weights, which would be random: {', '.join(missing[:5])}")
         self._model_or_none = model.to(torch.device(spec.device)).eval().requires_grad_(False)
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:

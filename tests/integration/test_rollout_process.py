@@ -191,6 +191,23 @@ def test_cancelled_requests_do_not_come_back(shared: RolloutClient) -> None:
     assert wait_until(lambda: shared.health().pending <= 1, 10.0)
 
 
+def test_a_keyboard_interrupt_does_not_reach_the_process(shared: RolloutClient) -> None:
+    os.kill(shared.pid, signal.SIGINT)
+    shared.submit([request(3000)])
+    collect(shared, 1)
+
+
+def test_an_answer_that_takes_too_long_is_an_error(shared: RolloutClient) -> None:
+    with pytest.raises(RolloutError, match=r"did not answer Score within 0\.0001 s"):
+        shared.score([1, 2], 1.0, 1e-4)
+    tensors = [(name, param.detach()) for name, param in make_model(6).named_parameters()]
+    shared.begin_update(manifest(tensors, 6))
+    shared.send_bucket(tensors)
+    with pytest.raises(WeightSyncError, match="did not answer FinishUpdate"):
+        shared.finish_update(1e-4)
+    assert shared.score([1, 9, 4], 1.0, 10.0) == pytest.approx(logprobs(make_model(6), [1], [9, 4]), abs=1e-5)
+
+
 def test_bfloat16_weights_survive_the_wire(started: Callable[..., RolloutClient]) -> None:
     client = started(dtype="bfloat16")
     model = make_model(5).bfloat16()
@@ -333,10 +350,3 @@ def test_no_orphan_when_the_parent_just_returns(model_dir: Path, tmp_path: Path)
         parent.stdin.close()
         assert parent.wait(20) == 0
         assert gone(child)
-
-
-def test_a_keyboard_interrupt_does_not_reach_the_process(started: Callable[..., RolloutClient]) -> None:
-    client = started()
-    os.kill(client.pid, signal.SIGINT)
-    client.submit([request(0)])
-    collect(client, 1)

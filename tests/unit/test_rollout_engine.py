@@ -226,6 +226,13 @@ def test_a_missing_model_is_a_model_error(tmp_path: Path) -> None:
         start(tmp_path / "nothing-here")
 
 
+def test_a_checkpoint_without_all_weights_is_a_model_error(llama: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    model.save_pretrained(tmp_path, state_dict={name: t for name, t in model.state_dict().items() if name != "lm_head.weight"})
+    with pytest.raises(ModelError, match=r"lm_head\.weight"):
+        start(tmp_path)
+
+
 def test_score_equals_a_plain_forward_at_temperature(llama: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama)
     ids = PROMPTS[1]
