@@ -1,0 +1,27 @@
+"""The recipes that the repository ships are valid for the ranks they ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ebft_ds.config import load_recipe
+from ebft_ds.config.checks import Surroundings, check_config
+from ebft_ds.config.deepspeed import build_deepspeed_config
+from ebft_ds.config.derived import derive
+
+RECIPES = sorted((Path(__file__).resolve().parent.parent.parent / "launch" / "recipes").glob("*.yaml"))
+
+
+def test_there_are_recipes() -> None:
+    assert RECIPES
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_recipe_is_valid(path: Path) -> None:
+    loaded = load_recipe(path)
+    world_size = loaded.config.run.num_processes or 1
+    assert check_config(loaded.config, Surroundings(world_size, accelerators=0)).problems == []
+    assert loaded.notes == [], "a shipped recipe uses canonical names"
+    build_deepspeed_config(loaded.config, derive(loaded.config, world_size))
