@@ -179,10 +179,12 @@ class RankSupervisor:
         code, reason = job_exit_code(self._ends)
         if code == 0:
             return 0
+        told = {end.message for end in self._ends if end.rank == 0}
         for end in self._ends:
             output = self._outputs.get(end.rank)
-            if end.code in (0, Preempted.exit_code) or end.ended_by_us or output is None:
-                continue
+            if end.code in (0, Preempted.exit_code) or end.ended_by_us or output is None or end.message in told - {""}:
+                continue  # a message that all ranks have is shown once
+            told.add(end.message)
             for line in output.tail():
                 _say(f"[rank {end.rank}] {line}")
         for end in self._ends:

@@ -80,7 +80,7 @@ def quick_check(loaded: LoadedRecipe, world_size: int, accelerators: int) -> Pat
     from ebft_ds.config.checks import Surroundings, check_config, require_training_inputs
     from ebft_ds.config.deepspeed import build_deepspeed_config
     from ebft_ds.config.derived import derive
-    from ebft_ds.config.preflight import check_model_files, check_output_dir
+    from ebft_ds.config.preflight import check_dataset_paths, check_model_files, check_output_dir
 
     config = loaded.config
     wanted = os.environ.get("WORLD_SIZE")
@@ -91,6 +91,7 @@ def quick_check(loaded: LoadedRecipe, world_size: int, accelerators: int) -> Pat
     facts = check_model_files(config)
     report = check_config(config, Surroundings(world_size, accelerators, facts))
     report.raise_if_bad()
+    check_dataset_paths(config)
     show_notes(report.notes)
     derived = derive(config, world_size)
     for kind in ("actor", "feature"):

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.model_facts import ModelFacts, read_model_facts
-from ebft_ds.errors import ConfigError, ModelError
+from ebft_ds.errors import ConfigError, DataError, ModelError
 
 RUN_FILES = ("config.resolved.yaml", "metrics.jsonl", "samples.jsonl", "tb", "logs", "checkpoints", "final")
 """What a run writes into output_dir."""
 _MARKS = ("config.resolved.yaml", "metrics.jsonl", "checkpoints", "final")
+_DATA_ENDINGS = (".jsonl", ".json", ".parquet", ".gz", ".csv")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
@@ -90,3 +91,12 @@ def _check_folder(model: str) -> ModelFacts | None:
     if not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
         raise ModelError(f"model folder {model} has no weights (*.safetensors or pytorch_model*.bin)")
     return facts
+
+
+def check_dataset_paths(config: AsyncEBFTConfig) -> None:
+    """DataError for a dataset that is plainly a path and does not exist; whether its content is usable is found out by the ranks."""
+    for field, name in (("train_dataset", config.data.train_dataset), ("eval_dataset", config.data.eval_dataset)):
+        if name is None or Path(name).exists():
+            continue
+        if name.startswith(("/", "./", "../")) or name.endswith(_DATA_ENDINGS):
+            raise DataError(f"{field} {name} does not exist; paths are relative to the current directory, {Path.cwd()}")

@@ -130,6 +130,12 @@ def test_train_refuses_before_starting_ranks(recipe: Path, tmp_path: Path) -> No
     assert not (tmp_path / "new").exists()
 
 
+def test_a_missing_dataset_is_bad_data(recipe: Path, tmp_path: Path) -> None:
+    done = run("train", str(recipe), f"train_dataset={tmp_path / 'absent.jsonl'}")
+    assert done.returncode == 3
+    assert "absent.jsonl does not exist" in done.stderr
+
+
 def test_dry_run_refuses_a_folder_without_tokenizer(recipe: Path) -> None:
     done = run("train", str(recipe), "--dry-run")
     assert done.returncode == 2

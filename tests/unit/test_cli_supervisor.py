@@ -106,6 +106,17 @@ def test_output_of_a_failed_rank_is_shown_and_logged(tmp_path: Path, capfd: pyte
     assert (logs / "rank_1.out").read_text() == "line of 1\n"
 
 
+def test_a_message_that_all_ranks_have_is_shown_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = f"""
+    sys.path.insert(0, {str(ROOT)!r})
+    from ebft_ds.train import report
+    report(rank, 3, "row 7 is bad")
+    sys.exit(3)
+    """
+    assert supervisor(tmp_path, body).run() == 3
+    assert capfd.readouterr().err.count("row 7 is bad") == 1
+
+
 def test_log_folder_is_never_made_by_the_supervisor(tmp_path: Path) -> None:
     assert supervisor(tmp_path, "print('x')", log_folder=tmp_path / "logs").run() == 0
     assert not (tmp_path / "logs").exists()
