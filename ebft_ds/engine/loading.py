@@ -96,6 +96,7 @@ def load_frozen_copy(model: ModelSection, deepspeed_config: dict[str, Any], *, d
     source = model.feature_model_name_or_path or model.model_name_or_path
     assert source is not None
     config = load_model_config(source, model)
+    depth: int = config.get_text_config().num_hidden_layers
     if not whole:
         keep_layers(config.get_text_config(), deepest_layer)
     with sharded_loading(deepspeed_config):
@@ -104,7 +105,7 @@ def load_frozen_copy(model: ModelSection, deepspeed_config: dict[str, Any], *, d
         install_log_prob_head(network, chunk_size=512)
     network.requires_grad_(False)
     network.eval()
-    return LanguageNetwork(network)
+    return LanguageNetwork(network, depth)
 
 
 def keep_layers(config: PretrainedConfig, count: int) -> None:

@@ -43,11 +43,16 @@ class LogProbWork:
 
 
 class LanguageNetwork(nn.Module):
-    """Wraps `model` (a causal LM, a PEFT model around one, or a bare body without a head)."""
+    """Wraps `model` (a causal LM, a PEFT model around one, or a bare body without a head).
 
-    def __init__(self, model: PreTrainedModel | PeftModel) -> None:
+    Args:
+        depth: blocks of the checkpoint, where `model` holds only its first ones; hidden state `depth` is the one after the final norm.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel, depth: int | None = None) -> None:
         super().__init__()
         self.model = model
+        self.depth = self.num_layers if depth is None else depth
 
     @property
     def base_model(self) -> PreTrainedModel:
@@ -92,7 +97,7 @@ class LanguageNetwork(nn.Module):
     def _features(self, work: FeatureWork) -> list[Tensor]:
         """One [B, T, H] tensor per wanted layer, without gradient; blocks above the deepest one are not run."""
         captured: dict[int, Tensor] = {}
-        total = self.num_layers
+        total = self.depth
         deepest = max(work.layers)
         training = self.training
         self.eval()

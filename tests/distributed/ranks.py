@@ -1,0 +1,48 @@
+"""Runs a function on several real ranks (spawned processes, gloo) and returns what each of them answered."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as multiprocessing
+
+
+def run_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`work(collectives, *arguments)` on each rank, by rank. A rank that raises fails the call with its traceback."""
+    with tempfile.TemporaryDirectory() as folder:
+        port = _free_port()
+        multiprocessing.spawn(_rank, (world_size, port, folder, work, arguments), nprocs=world_size, join=True)
+        return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world_size)]
+
+
+def _rank(rank: int, world_size: int, port: int, folder: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+
+    torch.set_num_threads(1)
+    from ebft_ds.engine.build import init_distributed
+
+    try:
+        answer = work(init_distributed(120.0), *arguments)
+    except BaseException:
+        traceback.print_exc(file=sys.stderr)
+        raise
+    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(answer))
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
