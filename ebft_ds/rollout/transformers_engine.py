@@ -145,7 +145,7 @@ class TransformersEngine:
         stage.check_complete(version)
         stage.swap()
         self._version = version
-        if self._batch is not None:
+        if self._batch is not None and stage.manifest.tensors:  # a push of no tensor only moves the version: caches stay right
             self._batch = self._new_batch(self._batch.rows)
 
     def abort_update(self) -> None:
