@@ -148,7 +148,7 @@ while True:
 def start(folder: Path, *, ends_on_term: bool) -> tuple[subprocess.Popen[bytes], list[int]]:
     (folder / "main.py").write_text(MAIN)
     (folder / "ranks.py").write_text(RANKS.replace("ON_TERM", str(ends_on_term)))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
     process = subprocess.Popen([sys.executable, str(folder / "main.py"), str(folder / "ranks.py")], env=environment)
     wait_until(lambda: all((folder / f"ready_{rank}").exists() for rank in (0, 1)))
     return process, [int((folder / f"ready_{rank}").read_text()) for rank in (0, 1)]
