@@ -276,6 +276,19 @@ def test_tokens_before_a_push_match_the_old_model_and_after_it_the_new(llama: Pa
     assert found[2].oldest_version == 7
 
 
+def test_a_push_without_tensors_moves_the_version_only(llama: Path) -> None:
+    wanted = finish(start(llama), request(0, PROMPTS[0], 2, 10, stop=()))[0]
+    engine = start(llama)
+    engine.submit([request(0, PROMPTS[0], 2, 10, stop=())])
+    engine.step()
+    engine.begin_update(WeightManifest(1, [], complete=False))
+    engine.finish_update(1)
+    groups = [group for _ in range(9) for group in engine.step()]
+    for rollout, unmoved in zip(groups[0].rollouts, wanted.rollouts, strict=True):
+        assert (rollout.token_ids, rollout.logprobs) == (unmoved.token_ids, unmoved.logprobs)
+        assert [(span.start, span.end, span.policy_version) for span in rollout.spans] == [(0, 1, 0), (1, 10, 1)]
+
+
 def test_a_refused_or_aborted_push_leaves_the_old_weights(llama: Path) -> None:
     engine = start(llama)
     wanted = engine.score(PROMPTS[1], 1.0)

@@ -261,6 +261,19 @@ def test_a_resume_rolls_out_again_in_the_same_order_with_the_same_attempts() -> 
     assert resumed.stats().prompts_seen == 2
 
 
+def test_warm_start_references_are_taken_in_order_and_not_again_after_a_resume() -> None:
+    client = StubClient()
+    feed = make_feed(client)
+    assert [prompt.index for prompt in feed.take_references(3)] == [0, 1, 2]
+    resumed = make_feed(client)
+    resumed.load_state_dict(feed.state_dict())
+    assert resumed.stats().prompts_seen == 3
+    assert [prompt.index for prompt in resumed.take_references(2)] == [3, 4]
+    client.policy_version = 2
+    resumed.top_up(2)
+    assert client.log == [(5, 0), (6, 0), (7, 0), (8, 0)]
+
+
 def test_a_damaged_state_is_refused() -> None:
     state = make_feed(StubClient()).state_dict()
     for again in ([[0, 0]], [[-1, 0]]):
