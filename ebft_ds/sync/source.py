@@ -54,6 +54,9 @@ class MergeLoss:
         return (self.kept_squared / self.delta_squared) ** 0.5 if self.delta_squared > 0 else None
 
     def add(self, weight: Tensor, merged: Tensor, cast: Tensor) -> None:
+        if cast.dtype == torch.float32:  # nothing is rounded, and the norms of whole weights are not free
+            self.kept_squared = self.delta_squared = 1.0
+            return
         self.kept_squared += float(torch.linalg.vector_norm(cast.float() - weight)) ** 2
         self.delta_squared += float(torch.linalg.vector_norm(merged - weight)) ** 2
 
@@ -133,7 +136,7 @@ class MergedWeightSource:
         weight, merged = merged_weight(piece.layer, ADAPTER)
         cast = merged.to(self.dtype)
         self.loss.add(weight, merged, cast)
-        return cast.to("cpu", copy=True)
+        return cast.to("cpu")
 
 
 def _pieces_of(prefix: str, module: nn.Module) -> Iterator[Piece]:

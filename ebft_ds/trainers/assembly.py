@@ -42,7 +42,7 @@ from ebft_ds.types import Prompt, RolloutRequest, SamplingSpec
 
 logger = logging.getLogger(__name__)
 
-PROBE_TOKENS = 96
+PROBE_TOKENS = 32
 EVAL_SEED_OFFSET = 1_000_003
 """Evaluation completions are drawn from other random streams than training ones."""
 
