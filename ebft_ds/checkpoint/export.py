@@ -64,7 +64,8 @@ def _write_model(
 ) -> None:
     source = MergedWeightSource(network, dtype, bucket_bytes=256 * 2**20, is_main=collectives.is_main, only_trained=False)
     shard: dict[str, Tensor] = {}
-    size, files, total = 0, {}, 0
+    files: dict[str, list[str]] = {}
+    size, total = 0, 0
     for bucket in source.buckets():
         for name, tensor in bucket:
             if shard and size + tensor.nbytes > SHARD_BYTES:
@@ -96,7 +97,7 @@ def _name_shards(folder: Path, files: dict[str, list[str]], total_bytes: int) ->
     if len(files) == 1:
         (folder / next(iter(files))).rename(folder / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, (part, names) in enumerate(files.items(), start=1):
         final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         (folder / part).rename(folder / final)
@@ -118,7 +119,9 @@ def _write_adapter(model: PeftModel, folder: Path, collectives: Collectives) -> 
         return
     folder.mkdir(parents=True, exist_ok=True)
     adapter = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
-    save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in adapter.items()}, folder / "adapter_model.safetensors", metadata={"format": "pt"}
+    )
     model.peft_config["default"].inference_mode = True
     model.peft_config["default"].save_pretrained(folder)
     model.peft_config["default"].inference_mode = False

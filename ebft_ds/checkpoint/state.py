@@ -65,9 +65,7 @@ class CheckpointStore:
         """This rank's files and their checksums. DeepSpeed's save is itself collective; each rank seals what carries its rank."""
         rank = self._collectives.rank
         with writing(folder):
-            engine.deepspeed.save_checkpoint(
-                str(folder), tag=ENGINE_TAG, save_latest=False, exclude_frozen_parameters=self._adapters_only
-            )
+            engine.deepspeed.save_checkpoint(str(folder), tag=ENGINE_TAG, save_latest=False, exclude_frozen_parameters=self._adapters_only)
             torch.save(_random_state(), folder / f"random_rank_{rank}.pt")
         mark = f"zero_pp_rank_{rank}_"
         own = [p.relative_to(folder).as_posix() for p in (folder / ENGINE_TAG).iterdir() if p.name.startswith((mark, f"bf16_{mark}"))]
@@ -122,7 +120,7 @@ class CheckpointStore:
                 answer = action()
             except EbftError as caught:
                 error = caught
-        failed, answer = self._collectives.broadcast([error is not None, answer], tuple[bool, str])
+        failed, answer = self._collectives.broadcast((error is not None, answer), tuple[bool, str])
         if error is not None:
             raise error
         if failed:

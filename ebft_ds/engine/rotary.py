@@ -24,6 +24,8 @@ def restore_rotary_buffers(model: nn.Module) -> int:
             table = getattr(fresh, name).to(device, torch.float32)
             module.register_buffer(name, table, persistent=False)
             if hasattr(module, f"original_{name}"):
-                setattr(module, f"original_{name}", table.clone() if isinstance(getattr(module, f"original_{name}"), torch.Tensor) else table)
+                setattr(
+                    module, f"original_{name}", table.clone() if isinstance(getattr(module, f"original_{name}"), torch.Tensor) else table
+                )
         restored += 1
     return restored

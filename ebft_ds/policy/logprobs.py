@@ -43,8 +43,10 @@ class LogProbHead(nn.Linear):
             inverse_temperature = torch.ones(targets.shape, device=hidden.device)
         frozen = not self.weight.requires_grad and (self.bias is None or not self.bias.requires_grad)
         if frozen and self.softcap is None:
-            return _FrozenHeadLogProbs.apply(hidden, self.weight, self.bias, targets, inverse_temperature, self.chunk_size)
-        return _TrainedHeadLogProbs.apply(hidden, self.weight, self.bias, targets, inverse_temperature, self.chunk_size, self.softcap)
+            frozen_head: Any = _FrozenHeadLogProbs.apply
+            return frozen_head(hidden, self.weight, self.bias, targets, inverse_temperature, self.chunk_size)
+        trained_head: Any = _TrainedHeadLogProbs.apply
+        return trained_head(hidden, self.weight, self.bias, targets, inverse_temperature, self.chunk_size, self.softcap)
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse_temperature: Tensor, softcap: float | None) -> Tensor:

@@ -102,9 +102,7 @@ def build_engines(
     """The actor's engine with its optimizer, and a frozen copy where one is needed."""
     layer_indices = feature_layer_indices(config.method.ebft_feature_layers, num_layers)
     actor_config = build_deepspeed_config(config, derived, "actor", hidden_size)
-    network = load_actor(
-        config.model, config.peft, actor_config, chunk_size=config.loss.logprob_chunk_size, peft_config=peft_config
-    )
+    network = load_actor(config.model, config.peft, actor_config, chunk_size=config.loss.logprob_chunk_size, peft_config=peft_config)
     if optimizer is None:
         offloaded = "offload_optimizer" in actor_config["zero_optimization"]
         groups = parameter_groups(network.named_parameters(), config.optim)
@@ -146,7 +144,9 @@ def rollout_process_spec(config: AsyncEBFTConfig, log_path: Path) -> RolloutProc
     """How rank 0 starts the rollout process."""
     rollout = config.rollout
     if torch.cuda.is_available() and rollout.rollout_device is None:
-        raise ConfigError("rollout_device is not set: with an accelerator present the embedded engine needs an explicit device, say cuda:7 or cpu")
+        raise ConfigError(
+            "rollout_device is not set: with an accelerator present the embedded engine needs an explicit device, say cuda:7 or cpu"
+        )
     assert config.model.model_name_or_path is not None
     return RolloutProcessSpec(
         model_name_or_path=config.model.model_name_or_path,
@@ -194,13 +194,17 @@ def build_parts(
     )
     stream = PromptStream(checked.data.train, seed=config.run.seed, shuffle=config.data.shuffle)
     sampling = sampling_spec(config.rollout, stop_token_ids=stops, seed=config.run.seed)
-    feed = RolloutFeed(
-        client,
-        stream,
-        groups_per_step=checked.derived.groups_per_step,
-        max_staleness=config.rollout.max_staleness,
-        make_request=_training_requests(config, sampling),
-    ) if client is not None else None
+    feed = (
+        RolloutFeed(
+            client,
+            stream,
+            groups_per_step=checked.derived.groups_per_step,
+            max_staleness=config.rollout.max_staleness,
+            make_request=_training_requests(config, sampling),
+        )
+        if client is not None
+        else None
+    )
     desk = RolloutDesk(feed, client, collectives, stop)
     desk.on_main(lambda: client.start() if client is not None else None)
     policy = PolicyStep(
@@ -234,9 +238,7 @@ def build_parts(
 
 def _training_requests(config: AsyncEBFTConfig, sampling: SamplingSpec) -> Any:
     def request(prompt: Prompt, attempt: int) -> RolloutRequest:
-        return rollout_request(
-            prompt, rollout=config.rollout, method=config.method, data=config.data, sampling=sampling, attempt=attempt
-        )
+        return rollout_request(prompt, rollout=config.rollout, method=config.method, data=config.data, sampling=sampling, attempt=attempt)
 
     return request
 
@@ -249,9 +251,7 @@ def _build_sync(
     first = stream.prompt(0)
     return WeightSync(
         engines.actor,
-        MergedWeightSource(
-            engines.actor.network, getattr(torch, dtype), int(rollout.sync_bucket_mb * 2**20), is_main=collectives.is_main
-        ),
+        MergedWeightSource(engines.actor.network, getattr(torch, dtype), int(rollout.sync_bucket_mb * 2**20), is_main=collectives.is_main),
         client,
         collectives,
         interval=rollout.vllm_merge_check_interval,

@@ -1,6 +1,6 @@
 """AsyncEBFTTrainer: the training loop. Synchronous training is the same loop with `max_staleness: 0`.
 
-    groups -> scores -> advantages -> micro-batches -> optimizer step (policy version + 1) -> merge check and push
+groups -> scores -> advantages -> micro-batches -> optimizer step (policy version + 1) -> merge check and push
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ class AsyncEBFTTrainer:
         self.state = TrainerState()
         self._stop = StopSignal()
         self._parts: RunParts | None = None
+        self._engine_checked = False
+        """The rollout engine has been shown to hold the trainer's weights in this process."""
         self._feed_state: dict[str, Any] = {}
         """Rank 0: the rollout side as of the last finished step; what an interrupted step took is rolled out again."""
 
@@ -133,7 +135,9 @@ class AsyncEBFTTrainer:
                 self._step(parts, control)
         except Preempted as error:
             path = self._save(parts)
-            raise Preempted(f"{error}; the run is saved at step {self.state.step} in {path}. Continue with resume_from_checkpoint=auto") from error
+            raise Preempted(
+                f"{error}; the run is saved at step {self.state.step} in {path}. Continue with resume_from_checkpoint=auto"
+            ) from error
         self._finish(parts)
 
     def _step(self, parts: RunParts, control: TrainerControl) -> None:
@@ -203,7 +207,9 @@ class AsyncEBFTTrainer:
     def _after_step(self, parts: RunParts, control: TrainerControl) -> None:
         """Evaluation and saving, where the recipe or a callback on any rank asks for them."""
         options, step = self.args, self.state.step
-        save, evaluate, stop = parts.collectives.max_ints([int(control.should_save), int(control.should_evaluate), int(control.should_stop)])
+        save, evaluate, stop = parts.collectives.max_ints(
+            [int(control.should_save), int(control.should_evaluate), int(control.should_stop)]
+        )
         control.should_save, control.should_evaluate, control.should_stop = False, False, bool(stop)
         last = step >= self.state.total_steps
         every = options.monitor.eval_steps
@@ -254,7 +260,6 @@ class AsyncEBFTTrainer:
     def _resume(self, parts: RunParts) -> dict[str, Any] | None:
         """Loads the checkpoint that the recipe asks for, if there is one; returns the evaluation from before the run."""
         folder = parts.checkpoints.find(self.args.run.resume_from_checkpoint)
-        self._engine_checked = False
         if folder is None:
             parts.sync.remember_initial()
             return None

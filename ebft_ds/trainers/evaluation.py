@@ -82,7 +82,9 @@ class HeldOutEvaluation:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         references = [group.prompt.reference_ids for group in groups]
         overlaps = [
-            char_ngram_f(self._text(rollout.token_ids), self._text(group.prompt.reference_ids)) for group in groups for rollout in group.rollouts
+            char_ngram_f(self._text(rollout.token_ids), self._text(group.prompt.reference_ids))
+            for group in groups
+            for rollout in group.rollouts
         ]
         distinct = [len({tuple(r.token_ids) for r in group.rollouts}) / len(group.rollouts) for group in groups]
         return EvalResult(

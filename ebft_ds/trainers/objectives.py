@@ -24,9 +24,11 @@ class FurtherObjectives:
         self._last: list[Tensor] = []
         weights = config.loss.reward_weights
         if weights is not None and len(weights) != 1 + len(self._functions):
-            raise ConfigError(f"reward_weights has {len(weights)} entries; feature matching and {len(self._functions)} functions need {1 + len(self._functions)}")
+            count = len(self._functions)
+            raise ConfigError(f"reward_weights has {len(weights)} entries; feature matching and {count} functions need {1 + count}")
         if self._functions and config.loss.advantage_estimator not in ("ebft_rloo", "group"):
-            raise ConfigError(f"advantage_estimator={config.loss.advantage_estimator} cannot be combined with reward functions: use ebft_rloo or group")
+            estimator = config.loss.advantage_estimator
+            raise ConfigError(f"advantage_estimator={estimator} cannot be combined with reward functions: use ebft_rloo or group")
 
     def rewards(self, parts: RunParts, groups: Sequence[RolloutGroup]) -> list[Tensor]:
         """One [G, n] tensor per function, NaN where it had no opinion. Collective."""

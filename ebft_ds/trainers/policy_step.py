@@ -94,7 +94,8 @@ class PolicyStep:
                 batch.scatter(log_probs), batch.sampling_logp, batch.mask, cap=self._loss.vllm_importance_sampling_cap
             )
             found |= dict(zip(indices, weights.tolist(), strict=False))
-        merged: dict[int, float] = {int(i): w for share in self._collectives.all_gather({str(i): w for i, w in found.items()}) for i, w in share.items()}
+        shares = self._collectives.all_gather({str(i): weight for i, weight in found.items()})
+        merged: dict[int, float] = {int(i): weight for share in shares for i, weight in share.items()}
         table = torch.ones(len(groups), len(groups[0].rollouts))
         filled = [(g, j) for g, group in enumerate(groups) for j, rollout in enumerate(group.rollouts) if rollout.token_ids]
         for i, place in enumerate(filled):
@@ -138,12 +139,11 @@ class PolicyStep:
             self._actor.backward(loss, last=number == len(batches) - 1)
             metrics.sum("loss", float(loss.detach()))
             if indices:
-                metrics.add("perf/padding_ratio", Metric.ratio(batch.rows.input_ids.numel() - batch.rows.real_tokens, batch.rows.input_ids.numel()))
+                padded = batch.rows.input_ids.numel()
+                metrics.add("perf/padding_ratio", Metric.ratio(padded - batch.rows.real_tokens, padded))
                 metrics.sum("perf/trained_tokens", batch.rows.real_tokens)
 
-    def _micro_loss(
-        self, batch: MicroBatch, sizes: StepSizes, rl_coef: float, ce_coef: float, metrics: MetricsAccumulator
-    ) -> Tensor:
+    def _micro_loss(self, batch: MicroBatch, sizes: StepSizes, rl_coef: float, ce_coef: float, metrics: MetricsAccumulator) -> Tensor:
         """This micro-batch's share of rl_coef * policy loss + ce_coef * cross-entropy."""
         flat, entropy = self._actor.log_probs(_work(batch))
         log_probs = batch.scatter(flat)

@@ -60,7 +60,8 @@ class RunReport:
 
     def restore_before(self, values: Mapping[str, Any] | None) -> None:
         """The evaluation before the run, from a checkpoint."""
-        self.before = EvalResult(**{k: math.nan if v is None else v for k, v in values.items()}) if values else None
+        known: dict[str, Any] = {key: math.nan if value is None else value for key, value in (values or {}).items()}
+        self.before = EvalResult(**known) if known else None
 
     def before_as_dict(self) -> dict[str, Any] | None:
         """JSON types (NaN as None) for a checkpoint."""
