@@ -79,7 +79,7 @@ def load_model_facts(config: AsyncEBFTConfig) -> ModelFacts:
 def load_checked_tokenizer(
     config: AsyncEBFTConfig, facts: ModelFacts, given: PreTrainedTokenizerBase | None = None
 ) -> PreTrainedTokenizerBase:
-    """The given or the model's tokenizer, held against the vocabulary, the stop ids and the feature model's tokenizer. Errors: ModelError."""
+    """The given or the model's tokenizer, held against vocabulary, stop ids and the feature model's tokenizer. Errors: ModelError."""
     name = config.model.model_name_or_path
     assert name is not None
     tokenizer = given if given is not None else _load_tokenizer(name, config.model.model_revision, config.model.trust_remote_code)

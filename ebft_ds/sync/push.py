@@ -160,7 +160,7 @@ class WeightSync:
         mean_gap, max_gap = self._collectives.broadcast(gaps, list[float])
         if not mean_gap <= self._tolerance:
             raise WeightSyncError(
-                f"version {version}: engine and trainer disagree on a fixed sequence by {mean_gap:.3g} nats in the mean ({max_gap:.3g} at most), "
+                f"version {version}: engine and trainer disagree on a fixed sequence by {mean_gap:.3g} nats (at most {max_gap:.3g}), "
                 f"above sync_probe_tolerance={self._tolerance:g}: the engine does not hold the trainer's weights, or computes otherwise"
             )
         return mean_gap, max_gap

@@ -36,7 +36,5 @@ def make_engines(config: AsyncEBFTConfig, world_size: int, num_layers: int = 4) 
 
 
 def make_group(index: int, prompt: list[int], completions: list[list[int]], reference: list[int], *, logprob: float = -3.0) -> RolloutGroup:
-    rollouts = [
-        Rollout(ids, [logprob] * len(ids), [TokenSpan(0, len(ids), 0)] if ids else [], "stop") for ids in completions
-    ]
+    rollouts = [Rollout(ids, [logprob] * len(ids), [TokenSpan(0, len(ids), 0)] if ids else [], "stop") for ids in completions]
     return RolloutGroup(Prompt(index, index, 0, prompt, reference), rollouts)
