@@ -10,6 +10,7 @@ import typer
 from ebft_ds import __version__
 from ebft_ds.cli import config_commands, data_preview, runs
 from ebft_ds.cli.convert_config import convert_config
+from ebft_ds.cli.demo import demo
 from ebft_ds.cli.doctor import doctor
 from ebft_ds.cli.plan import plan
 from ebft_ds.cli.train import train
@@ -23,7 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-# `demo`, `eval` and `export` are registered here, each from its own module, when they exist.
+app.command()(demo)
 app.command()(train)
 app.command()(plan)
 app.command()(doctor)

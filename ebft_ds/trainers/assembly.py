@@ -118,21 +118,30 @@ def build_engines(
     return Engines(actor, ZeroEngine(copy, copy_config), layer_indices)
 
 
-def build_scorer(
-    config: AsyncEBFTConfig, engines: Engines, eos_ids: list[int], collectives: Collectives, *, embed_method: str | None = None
-) -> EBFTScorer:
-    """The recipe's scorer, or the same with another pooling."""
+def build_scorer(config: AsyncEBFTConfig, engines: Engines, eos_ids: list[int], collectives: Collectives) -> EBFTScorer:
+    """The recipe's scorer."""
     method = config.method
-    pooling = embed_method or method.ebft_embed_method
+    return _scorer(config, engines, eos_ids, collectives, method.ebft_embed_method, method.ebft_use_whitening)
+
+
+def _scorer(
+    config: AsyncEBFTConfig,
+    engines: Engines,
+    eos_ids: list[int],
+    collectives: Collectives,
+    embed_method: str,
+    use_whitening: bool | str,
+) -> EBFTScorer:
+    method = config.method
     return EBFTScorer(
         engines.layer_indices,
-        pooling,
-        method.ebft_use_whitening,
+        embed_method,
+        use_whitening,
         method.ebft_alignment_coef,
         method.ebft_diversity_coef,
         engines.feature_network,
         feature_norm=method.ebft_feature_norm,
-        feature_eos=method.ebft_feature_eos if embed_method is None else "auto",
+        feature_eos=method.ebft_feature_eos if embed_method == method.ebft_embed_method else "auto",
         eos_ids=eos_ids,
         whitening_rtol=method.ebft_whitening_rtol,
         token_budget=method.scoring_token_budget,
@@ -289,8 +298,9 @@ def _build_evaluation(
     return HeldOutEvaluation(
         eval_prompts(checked.data.evaluation, config.data.eval_max_prompts),
         request,
-        build_scorer(config, engines, stops, collectives),
-        build_scorer(config, engines, stops, collectives, embed_method=other),
+        # Never whitened: whitening rescales with each group's own spread, so its alignment cannot be compared before and after.
+        _scorer(config, engines, stops, collectives, config.method.ebft_embed_method, False),
+        _scorer(config, engines, stops, collectives, other, False),
         engines.actor,
         desk,
         checked.tokenizer,

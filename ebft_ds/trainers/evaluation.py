@@ -24,7 +24,7 @@ class HeldOutEvaluation:
     """Collective. The same prompts and the same sampling seeds every time, so that before and after differ by the policy alone.
 
     Args:
-        scorer: as in training (its reward is not reported, its losses are unwhitened by definition).
+        scorer: the trained pooling, without whitening.
         other_scorer: the same with another pooling: a loss that training does not push on directly.
     """
 
