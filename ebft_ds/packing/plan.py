@@ -46,7 +46,8 @@ def plan_micro_batches(
 
     Groups go, longest first, to the least loaded rank. A group is split when there are fewer groups than ranks, or when it
     alone holds more than a rank's fair share and a half. A micro-batch holds at most `token_budget` tokens as padded (rows x
-    longest row) and at most `max_sequences` rows; a single sequence over the token budget is an error.
+    longest row) and at most `max_sequences` rows; a single sequence over the token budget is an error. Without any sequence
+    every rank gets one empty micro-batch: an optimizer step must follow a backward, even when nothing is left to train.
     """
     for i, sequence in enumerate(sequences):
         if token_budget is not None and sequence.length > token_budget:
@@ -58,7 +59,7 @@ def plan_micro_batches(
         shares[target].extend(unit)
         loads[target] += sum(sequences[i].length for i in unit)
     cut = [_cut(sorted(share), sequences, token_budget, max_sequences) for share in shares]
-    count = max(len(batches) for batches in cut)
+    count = max(1, *(len(batches) for batches in cut))
     return Plan([batches + [[] for _ in range(count - len(batches))] for batches in cut])
 
 
