@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from peft import PeftConfig
+
+from ebft_ds.collectives import Collectives
 from ebft_ds.config import AsyncEBFTConfig
 from ebft_ds.config.derived import derive
+from ebft_ds.engine.loading import lora_config
 from ebft_ds.trainers.assembly import Engines, build_engines
+from ebft_ds.trainers.policy_step import PolicyStep
 from ebft_ds.types import Prompt, Rollout, RolloutGroup, TokenSpan
 
 PARTITION_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
@@ -30,9 +35,30 @@ def make_config(model: Path, **fields: Any) -> AsyncEBFTConfig:
     return AsyncEBFTConfig(**(defaults | fields))
 
 
-def make_engines(config: AsyncEBFTConfig, world_size: int, num_layers: int = 4) -> Engines:
+def make_engines(config: AsyncEBFTConfig, world_size: int, num_layers: int = 4, peft_config: PeftConfig | None = None) -> Engines:
     derived = derive(config, world_size)
-    return build_engines(config, derived, hidden_size=64, num_layers=num_layers, peft_config=None, optimizer=None)
+    return build_engines(config, derived, hidden_size=64, num_layers=num_layers, peft_config=peft_config, optimizer=None)
+
+
+def random_adapter(config: AsyncEBFTConfig) -> PeftConfig:
+    """The configuration's adapter, with random B matrices: a fresh adapter changes nothing and gives A no gradient."""
+    adapter = lora_config(config.peft)
+    adapter.init_lora_weights = False
+    return adapter
+
+
+def make_policy(config: AsyncEBFTConfig, engines: Engines, collectives: Collectives, **loss: Any) -> PolicyStep:
+    """The configuration's PolicyStep, with some loss fields changed."""
+    return PolicyStep(
+        engines.actor,
+        engines.frozen_copy,
+        collectives,
+        loss=config.loss.model_copy(update=loss),
+        method=config.method,
+        rollout=config.rollout,
+        run=config.run,
+        check_stop=lambda: None,
+    )
 
 
 def make_group(index: int, prompt: list[int], completions: list[list[int]], reference: list[int], *, logprob: float = -3.0) -> RolloutGroup:
