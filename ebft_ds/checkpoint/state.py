@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +115,16 @@ class CheckpointStore:
 
     def _on_main(self, action: Callable[[], str], what: str) -> str:
         """Runs rank 0's part and gives every rank its answer, or every rank an error."""
-        answer, error = "", None
+        answer = ""
+        error: EbftError | None = None
         if self._collectives.is_main:
             try:
                 answer = action()
             except EbftError as caught:
                 error = caught
+            except OSError as caught:
+                error = CheckpointError(f"{what} failed: {caught}")
+                error.__cause__ = caught
         failed, answer = self._collectives.broadcast((error is not None, answer), tuple[bool, str])
         if error is not None:
             raise error
@@ -144,6 +149,27 @@ class CheckpointStore:
         if failed:
             raise CheckpointError(f"failed while {what}: {'; '.join(failed)}")
         return [share["answer"] for share in told]
+
+
+@contextmanager
+def _failures_after_the_collective(engine: ZeroEngine) -> Iterator[None]:
+    """A rank that cannot write still walks DeepSpeed's save to its closing barrier, where the others wait for it, and raises then."""
+    writer = engine.deepspeed.checkpoint_engine
+    write, failures = writer.save, []
+
+    def save(state_dict: Any, path: str) -> None:
+        try:
+            write(state_dict, path)
+        except (OSError, RuntimeError) as error:
+            failures.append(error)
+
+    writer.save = save
+    try:
+        yield
+    finally:
+        writer.save = write
+    if failures:
+        raise failures[0]
 
 
 def _random_state() -> dict[str, Any]:

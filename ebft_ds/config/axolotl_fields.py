@@ -160,9 +160,7 @@ _ROWS = (
     _different("ebft_ce_coef", 0.0, "Has its effect here: token-mean cross-entropy on references (there it is ignored).", "ebft_ce_coef"),
     _different("ebft_adaptive_max_tokens", True, "Each prompt has its own budget, not one for the batch.", "ebft_adaptive_max_tokens"),
     _same("ebft_gt_length_multiplier", 1.5, "Budget of a completion over its reference's length."),
-    _different(
-        "generation_kwargs", None, "Sampling fields by name: temperature, top_p, top_k, min_p, stop_token_ids.", "generation_kwargs"
-    ),
+    _different("generation_kwargs", None, "Sampling fields by name: temperature, top_p, top_k, min_p.", "generation_kwargs"),
 )
 
 AXOLOTL_FIELDS: dict[str, AxolotlField] = {row.name: row for row in _ROWS}

@@ -15,6 +15,8 @@ class Surroundings:
     accelerators: int | None = None
     """GPUs of this machine; 0: the run is on the CPU."""
     model: ModelFacts | None = None
+    reward_functions: int = 0
+    """Further objectives given to the trainer as objects, beside those that the recipe names."""
 
 
 class Note(str):

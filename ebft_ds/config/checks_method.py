@@ -14,7 +14,7 @@ def check_batch(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
     if around.world_size is not None and global_batch(config, around.world_size) % config.rollout.num_generations:
         yield indivisible(config, around.world_size)
     if config.run.max_steps == 0:
-        yield "max_steps: 0 trains nothing; -1 means num_train_epochs, and `ebft-ds eval` evaluates"
+        yield "max_steps: 0 trains nothing; -1 means num_train_epochs"
     if 0 < config.run.max_steps <= config.loss.warm_start_steps:
         yield (
             f"warm_start_steps {config.loss.warm_start_steps} leaves no EBFT step of max_steps {config.run.max_steps} "
@@ -54,7 +54,7 @@ def check_objective(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[s
     feature_weight = abs(method.ebft_alignment_coef) + method.ebft_diversity_coef
     if method.ebft_rl_coef == 0 and method.ebft_ce_coef == 0:
         yield "ebft_rl_coef and ebft_ce_coef are both 0: nothing is trained"
-    elif method.ebft_rl_coef > 0 and feature_weight == 0 and not loss.reward_funcs:
+    elif method.ebft_rl_coef > 0 and feature_weight == 0 and not (loss.reward_funcs or around.reward_functions):
         yield (
             "ebft_alignment_coef and ebft_diversity_coef are both 0 and there are no reward_funcs: every reward is 0. "
             "For references alone set ebft_rl_coef: 0"

@@ -11,7 +11,7 @@ from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.check_context import Note, Surroundings
 from ebft_ds.config.fields import nearest
 
-GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "stop_token_ids")
+GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p")
 """What generation_kwargs may hold."""
 
 OBJECT_NAME = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
@@ -76,7 +76,6 @@ def _check_sampling(config: AsyncEBFTConfig) -> Iterator[str]:
         "top_p": rollout.top_p,
         "top_k": rollout.top_k,
         "min_p": rollout.min_p,
-        "stop_token_ids": rollout.stop_token_ids,
     }
     for key, value in rollout.generation_kwargs.items():
         if key not in GENERATION_KEYS:

@@ -29,7 +29,8 @@ def check_loss(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
 
 def check_rewards(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
     """Further objectives."""
-    loss, count = config.loss, 1 + len(config.loss.reward_funcs)
+    loss, further = config.loss, len(config.loss.reward_funcs) + around.reward_functions
+    count = 1 + further
     for name in loss.reward_funcs:
         if not OBJECT_NAME.match(name):
             yield f"reward_funcs: {name!r} is not of the form package.module:function"
@@ -41,7 +42,7 @@ def check_rewards(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str
             )
         elif not any(loss.reward_weights):
             yield "reward_weights are all 0: every advantage would be 0"
-    if not loss.reward_funcs:
+    if not further:
         return
     if loss.advantage_estimator not in ("ebft_rloo", "group"):
         yield f"reward_funcs work with advantage_estimator ebft_rloo or group, not {loss.advantage_estimator}"

@@ -53,7 +53,9 @@ class DataSection(Section):
     eval_dataset: str | None = Field(None, description="Held-out rows; without it `eval_holdout` rows are split off.")
     dataset_config: str | None = Field(None, description="Configuration name of a hub dataset.")
     train_split: str = "train"
-    eval_split: str | None = Field(None, description="Split of `eval_dataset` (default: `train_split` for files).")
+    eval_split: str | None = Field(
+        None, description="Split of `eval_dataset`; default its only one, or the first of validation, valid, val, dev, test, eval."
+    )
     eval_holdout: NonNegativeInt = Field(0, description="Rows split off the training data for evaluation (seeded).")
     eval_max_prompts: PositiveInt = Field(32, description="Most held-out prompts rolled out in one evaluation.")
     max_train_rows: PositiveInt | None = Field(None, description="Use only the first rows of the training data.")

@@ -40,6 +40,7 @@ def run_preflight(
     train_source: DataSource | None = None,
     eval_source: DataSource | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    reward_functions: int = 0,
 ) -> Preflight:
     """Everything that can be checked without building an engine. Sources and tokenizer given as objects replace the named ones.
 
@@ -48,7 +49,7 @@ def run_preflight(
     require_training_inputs(config, data_given=train_source is not None)
     check_output_dir(config)
     facts = load_model_facts(config)
-    report = check_config(config, Surroundings(world_size, accelerators, facts))
+    report = check_config(config, Surroundings(world_size, accelerators, facts, reward_functions))
     report.raise_if_bad()
     tokenizer = load_checked_tokenizer(config, facts, tokenizer)
     data = load_train_and_eval(

@@ -12,6 +12,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ebft_ds.collectives import Collectives
@@ -30,9 +31,15 @@ def init_distributed(timeout_seconds: float) -> Collectives:
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "nccl" if accelerator_count() else "gloo"
         deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_seconds))
     return Collectives.from_default_group(timeout_seconds)
+
+
+def accelerator_count() -> int:
+    """GPUs that DeepSpeed will use; 0 under DS_ACCELERATOR=cpu, whatever the machine has."""
+    accelerator = get_accelerator()
+    return int(accelerator.device_count()) if accelerator.device_name() == "cuda" else 0
 
 
 def _free_port() -> int:

@@ -95,6 +95,8 @@ def load_frozen_copy(model: ModelSection, deepspeed_config: dict[str, Any], *, d
     """The frozen copy: only blocks up to `deepest_layer` and no head, or the whole causal model when it also gives the KL reference."""
     source = model.feature_model_name_or_path or model.model_name_or_path
     assert source is not None
+    if source != model.model_name_or_path:
+        model = model.model_copy(update={"model_revision": None})  # the revision is one of the actor's repository
     config = load_model_config(source, model)
     depth: int = config.get_text_config().num_hidden_layers
     if not whole:

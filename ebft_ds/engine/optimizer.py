@@ -25,9 +25,11 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], optim
     """
     groups: dict[str, dict[str, Any]] = {}
     hits = {spec.get("name", str(i)): 0 for i, spec in enumerate(optim.lr_groups)}
+    names = []
     for name, parameter in named_parameters:
         if not parameter.requires_grad:
             continue
+        names.append(name)
         label, rate, decay = _rule(name, optim, hits)
         if _NO_DECAY.search(name):
             label, decay = f"{label}_no_decay", 0.0
@@ -35,7 +37,7 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], optim
         group["params"].append(parameter)
     unmatched = [name for name, count in hits.items() if count == 0]
     if unmatched:
-        raise ConfigError(f"lr_groups: {', '.join(unmatched)} matches no trainable parameter; see the names with `ebft-ds plan`")
+        raise ConfigError(f"lr_groups: {', '.join(unmatched)} matches no trainable parameter; the names are like {', '.join(names[:5])}")
     if not groups:
         raise ConfigError("the model has no trainable parameter")
     return [groups[label] for label in sorted(groups)]

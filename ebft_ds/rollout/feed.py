@@ -155,23 +155,41 @@ class RolloutFeed:
         Raises:
             RolloutError: an index that is not negative or not unique; not done within `timeout` seconds.
         """
+        deadline = time.monotonic() + timeout
+        self.begin_evaluation(requests)
+        try:
+            while self.evaluation_pending:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    done = len(requests) - self.evaluation_pending
+                    raise RolloutError(f"evaluation rollouts: {done} of {len(requests)} prompts done after {timeout:g} s")
+                self.poll(min(left, 1.0))
+        finally:
+            groups = self.end_evaluation()
+        return groups
+
+    def begin_evaluation(self, requests: Sequence[RolloutRequest]) -> None:
+        """Submit evaluation requests (distinct negative indices); `poll` then takes their groups in."""
         indices = [request.prompt.index for request in requests]
         if len(set(indices)) != len(indices) or any(index >= 0 for index in indices):
             raise RolloutError(f"evaluation prompts need distinct negative indices, got {indices}")
         self._evaluation = {request.prompt.index: request for request in requests}
         self._evaluated = {}
-        deadline = time.monotonic() + timeout
-        try:
-            self._client.submit(requests)
-            while len(self._evaluated) < len(requests):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    self._client.cancel([index for index in indices if index not in self._evaluated])
-                    raise RolloutError(f"evaluation rollouts: {len(self._evaluated)} of {len(requests)} prompts done after {timeout:g} s")
-                self.poll(min(left, 1.0))
-            return [self._evaluated[index] for index in indices]
-        finally:
-            self._evaluation, self._evaluated = {}, {}
+        self._client.submit(requests)
+
+    @property
+    def evaluation_pending(self) -> int:
+        """Evaluation prompts not yet back."""
+        return len(self._evaluation) - len(self._evaluated)
+
+    def end_evaluation(self) -> list[RolloutGroup]:
+        """The groups that came, in the order of the requests; what is still under way is cancelled."""
+        missing = [index for index in self._evaluation if index not in self._evaluated]
+        groups = [self._evaluated[index] for index in self._evaluation if index in self._evaluated]
+        self._evaluation, self._evaluated = {}, {}
+        if missing:
+            self._client.cancel(missing)
+        return groups
 
     def take_references(self, count: int) -> list[Prompt]:
         """The next `count` prompts of the stream for a step on their references alone (warm start); they count as trained."""

@@ -21,7 +21,7 @@ from ebft_ds.data.preflight import Preflight
 from ebft_ds.data.requests import rollout_request, sampling_spec
 from ebft_ds.data.split import TrainAndEval, eval_prompts
 from ebft_ds.data.stream import PromptStream
-from ebft_ds.engine.build import ZeroEngine
+from ebft_ds.engine.build import ZeroEngine, accelerator_count
 from ebft_ds.engine.feature_network import EngineFeatureNetwork
 from ebft_ds.engine.loading import load_actor, load_frozen_copy
 from ebft_ds.engine.optimizer import build_optimizer, parameter_groups
@@ -53,8 +53,10 @@ class Engines:
 
     actor: ZeroEngine
     frozen_copy: ZeroEngine | None
-    """None: the actor with its adapters off serves both."""
+    """None: the actor with its adapters off gives the features."""
     layer_indices: list[int]
+    kl_reference: ZeroEngine | None = None
+    """None: the actor with its adapters off (or no KL term)."""
 
     @property
     def feature_network(self) -> EngineFeatureNetwork:
@@ -113,9 +115,12 @@ def build_engines(
     if config.peft.use_peft and config.model.feature_model_name_or_path is None:
         return Engines(actor, None, layer_indices)
     copy_config = build_deepspeed_config(config, derived, "feature", hidden_size)
-    whole = config.loss.beta > 0
-    copy = load_frozen_copy(config.model, copy_config, deepest_layer=max(layer_indices), whole=whole)
-    return Engines(actor, ZeroEngine(copy, copy_config), layer_indices)
+    # Full fine-tuning has no adapters to switch off: the copy then is the KL reference as well, and needs its upper layers and head.
+    whole = config.loss.beta > 0 and not config.peft.use_peft
+    if whole and config.model.feature_model_name_or_path not in (None, config.model.model_name_or_path):
+        raise ConfigError("beta > 0 in full fine-tuning takes the KL reference from the frozen copy: leave out feature_model_name_or_path")
+    copy = ZeroEngine(load_frozen_copy(config.model, copy_config, deepest_layer=max(layer_indices), whole=whole), copy_config)
+    return Engines(actor, copy, layer_indices, copy if whole else None)
 
 
 def build_scorer(config: AsyncEBFTConfig, engines: Engines, eos_ids: list[int], collectives: Collectives) -> EBFTScorer:
@@ -152,7 +157,7 @@ def _scorer(
 def rollout_process_spec(config: AsyncEBFTConfig, log_path: Path) -> RolloutProcessSpec:
     """How rank 0 starts the rollout process."""
     rollout = config.rollout
-    if torch.cuda.is_available() and rollout.rollout_device is None:
+    if accelerator_count() and rollout.rollout_device is None and rollout.rollout_loop is None:
         raise ConfigError(
             "rollout_device is not set: with an accelerator present the embedded engine needs an explicit device, say cuda:7 or cpu"
         )
@@ -218,12 +223,13 @@ def build_parts(
     desk.on_main(lambda: client.start() if client is not None else None)
     policy = PolicyStep(
         engines.actor,
-        engines.frozen_copy,
+        engines.kl_reference,
         collectives,
         loss=config.loss,
         method=config.method,
         rollout=config.rollout,
         run=config.run,
+        temperature=sampling.temperature,
         check_stop=desk.check_stop,
     )
     return RunParts(
@@ -236,7 +242,7 @@ def build_parts(
         scorer=build_scorer(config, engines, stops, collectives),
         policy=policy,
         desk=desk,
-        sync=_build_sync(config, engines, client, collectives, stream),
+        sync=_build_sync(config, engines, client, collectives, stream, sampling.temperature),
         checkpoints=CheckpointStore(
             output_dir / "checkpoints", collectives, adapters_only=config.peft.use_peft, keep=config.checkpoint.save_total_limit
         ),
@@ -253,7 +259,12 @@ def _training_requests(config: AsyncEBFTConfig, sampling: SamplingSpec) -> Any:
 
 
 def _build_sync(
-    config: AsyncEBFTConfig, engines: Engines, client: RolloutClient | None, collectives: Collectives, stream: PromptStream
+    config: AsyncEBFTConfig,
+    engines: Engines,
+    client: RolloutClient | None,
+    collectives: Collectives,
+    stream: PromptStream,
+    temperature: float,
 ) -> WeightSync:
     rollout = config.rollout
     dtype = rollout.rollout_dtype or config.model.dtype
@@ -268,7 +279,7 @@ def _build_sync(
         timeout=rollout.sync_timeout,
         probe_ids=(first.token_ids + first.reference_ids)[-PROBE_TOKENS:] if rollout.sync_probe else None,
         probe_tolerance=rollout.sync_probe_tolerance,
-        temperature=rollout.temperature,
+        temperature=temperature,
     )
 
 

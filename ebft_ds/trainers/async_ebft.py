@@ -63,10 +63,11 @@ class AsyncEBFTTrainer:
         peft_config: PeftConfig | None = None,
         reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None,
     ) -> None:
-        self._inputs = RunInputs(model, train_dataset, eval_dataset, processing_class, peft_config)
+        functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
+        self._inputs = RunInputs(model, train_dataset, eval_dataset, processing_class, peft_config, len(functions))
         self._optimizer = optimizers[0]
         self.callbacks = list(callbacks or [])
-        self._reward_functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
+        self._reward_functions = functions
         self.args = args or AsyncEBFTConfig()
         self.state = TrainerState()
         self._stop = StopSignal()
@@ -86,24 +87,27 @@ class AsyncEBFTTrainer:
             parts = self._build()
             try:
                 self._run(parts)
-            finally:
-                parts.desk.close()
-                self._report.close()
+            except BaseException:
+                self.close()
+                raise
         return self.state
 
     def evaluate(self) -> EvalResult | None:
-        """Evaluation on the held-out prompts with the current weights; None without held-out prompts."""
-        if self._parts is not None:
-            return self._evaluate(self._parts)
+        """Evaluation on the held-out prompts with the current weights (before `train`: the model's own, or the checkpoint's that
+        `resume_from_checkpoint` names); None without held-out prompts."""
         with self._stop:
-            parts = self._build()
-            try:
-                return self._evaluate(parts)
-            finally:
-                parts.desk.close()
-                self._report.close()
+            return self._evaluate(self._parts or self._build())
+
+    def close(self) -> None:
+        """Ends the rollout process and closes the logs; the interpreter's end does it too."""
+        if self._parts is not None:
+            self._parts.desk.close()
+            self._report.close()
+            self._parts = None
 
     def _build(self) -> RunParts:
+        if self._parts is not None:
+            return self._parts
         prepared = prepare_run(self.args, self._inputs)
         self.args = prepared.config
         self._objectives = FurtherObjectives(self.args.loss.reward_funcs, self._reward_functions, self.args)
@@ -133,12 +137,12 @@ class AsyncEBFTTrainer:
                 self._report.before = self._evaluate(parts)
             while self.state.step < self.state.total_steps and not control.should_stop:
                 self._step(parts, control)
+            self._finish(parts)
         except Preempted as error:
             path = self._save(parts)
             raise Preempted(
                 f"{error}; the run is saved at step {self.state.step} in {path}. Continue with resume_from_checkpoint=auto"
             ) from error
-        self._finish(parts)
 
     def _step(self, parts: RunParts, control: TrainerControl) -> None:
         """One optimizer step, from groups to the push."""

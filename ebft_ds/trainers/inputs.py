@@ -19,7 +19,7 @@ from ebft_ds.config import AsyncEBFTConfig
 from ebft_ds.config.preflight import prepare_output_dir
 from ebft_ds.config.resolved import write_resolved
 from ebft_ds.data.preflight import Preflight, run_preflight
-from ebft_ds.engine.build import init_distributed
+from ebft_ds.engine.build import accelerator_count, init_distributed
 from ebft_ds.errors import ConfigError, EbftError, PeerError
 from ebft_ds.monitor.environment import code_version, package_versions
 from ebft_ds.monitor.logging_setup import setup_logging
@@ -36,6 +36,8 @@ class RunInputs:
     eval_dataset: str | Dataset | list[dict[str, Any]] | None
     tokenizer: PreTrainedTokenizerBase | None
     peft_config: PeftConfig | None
+    reward_functions: int = 0
+    """How many further objectives came as objects."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,6 @@ def prepare_run(args: AsyncEBFTConfig, inputs: RunInputs) -> PreparedRun:
     Raises:
         ConfigError, ModelError, DataError: on the ranks that found it; the others raise PeerError.
     """
-    torch.set_num_threads(max(1, torch.get_num_threads()))
     collectives = init_distributed(args.engine.ddp_timeout)
     config = _complete(args, inputs)
     config = _agree(collectives, lambda: _with_model_folder(config, inputs, collectives))
@@ -107,10 +108,11 @@ def _check(config: AsyncEBFTConfig, inputs: RunInputs, world_size: int) -> Prefl
     return run_preflight(
         config,
         world_size=world_size,
-        accelerators=torch.cuda.device_count(),
+        accelerators=accelerator_count(),
         train_source=None if isinstance(inputs.train_dataset, str) else inputs.train_dataset,
         eval_source=None if isinstance(inputs.eval_dataset, str) else inputs.eval_dataset,
         tokenizer=inputs.tokenizer,
+        reward_functions=inputs.reward_functions,
     )
 
 

@@ -40,7 +40,8 @@ class PolicyStep:
 
     Args:
         actor: the trained engine.
-        reference: engine of the KL reference when it is not the actor with its adapters off.
+        reference: engine of the KL reference; None: the actor with its adapters off.
+        temperature: that the engine samples at.
         check_stop: collective, called before each micro-batch; may raise.
     """
 
@@ -54,6 +55,7 @@ class PolicyStep:
         method: MethodSection,
         rollout: RolloutSection,
         run: RunSection,
+        temperature: float,
         check_stop: Callable[[], None],
     ) -> None:
         self._actor = actor
@@ -63,6 +65,7 @@ class PolicyStep:
         self._method = method
         self._rollout = rollout
         self._run = run
+        self._temperature = temperature
         self._check_stop = check_stop
 
     def on_groups(
@@ -117,7 +120,7 @@ class PolicyStep:
         return plan_micro_batches(planned, self._collectives.world_size, max_sequences=self._run.per_device_train_batch_size)
 
     def _build(self, sequences: Sequence[TrainSequence]) -> MicroBatch:
-        return build_micro_batch(sequences, temperature=self._rollout.temperature, device=self._actor.device)
+        return build_micro_batch(sequences, temperature=self._temperature, device=self._actor.device)
 
     def _run_step(
         self,

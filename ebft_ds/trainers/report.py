@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ebft_ds.config import AsyncEBFTConfig
 from ebft_ds.config.resolved import resolved_text
+from ebft_ds.engine.build import accelerator_count
 from ebft_ds.features.scorer import Scores
-from ebft_ds.monitor.memory import PeakMemory
+from ebft_ds.monitor.memory import PeakMemory, take_cuda_peak
 from ebft_ds.monitor.metrics import Metric, MetricsAccumulator, reduce_over_ranks
 from ebft_ds.monitor.progress import ProgressReporter
 from ebft_ds.monitor.samples import SampleLog, SampleRow, render_table
@@ -38,10 +39,10 @@ class RunReport:
         self._config = config
         self._parts = parts
         self._output_dir = Path(config.run.output_dir)
-        cuda = torch.cuda.is_available()
+        cuda = accelerator_count() > 0
         self.timer = StepTimer(synchronize=torch.cuda.synchronize if cuda else None)
         self.before: EvalResult | None = None
-        self._memory = PeakMemory()
+        self._memory = PeakMemory(take_cuda_peak if cuda else None)
         self._dropped_before = 0
         self._step_seconds = 0.0
         self._device_name = torch.cuda.get_device_name() if cuda else None

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ebft_ds.collectives import Collectives
-from ebft_ds.errors import EbftError, PeerError, Preempted
+from ebft_ds.errors import EbftError, PeerError, Preempted, RolloutError
 from ebft_ds.rollout.client import RolloutClient
 from ebft_ds.rollout.feed import FeedStats, RolloutFeed
 from ebft_ds.trainers.stop_signal import StopSignal
@@ -43,32 +43,38 @@ class RolloutDesk:
             RolloutError (rank 0) or PeerError: the rollout side failed. Preempted: a stop signal was agreed on.
         """
         started = time.monotonic()
-        reported = started
+
+        def report() -> None:
+            stats = self.stats()
+            if stats is not None:
+                waited = time.monotonic() - started
+                logger.info(
+                    "step %d: waiting for rollouts for %.0f s (%d in flight, %d ready)", version, waited, stats.in_flight, stats.queue_depth
+                )
+
+        self._wait(lambda: self._feed is not None and self._advance(self._feed, version), report)
+        return self._hand_out(version)
+
+    def _wait(self, advance: Callable[[], bool], report: Callable[[], None]) -> None:
+        """Collective: until rank 0's `advance` (a slice of work) says that it is done. Signals and errors reach every rank."""
+        reported = time.monotonic()
         error: EbftError | None = None
         while True:
-            ready = False
-            if self._feed is not None:
-                try:
-                    ready = self._advance(self._feed, version)
-                except EbftError as caught:
-                    error = caught
-            stop, failed, is_ready = self._collectives.max_ints([int(self._stop.requested), int(error is not None), int(ready)])
+            done = False
+            try:
+                done = advance()
+            except EbftError as caught:
+                error = caught
+            stop, failed, is_done = self._collectives.max_ints([int(self._stop.requested), int(error is not None), int(done)])
             if failed:
                 raise error or PeerError("the rollout side failed; rank 0's message names the cause")
             if stop:
                 raise Preempted("a stop signal arrived while waiting for rollouts")
-            if is_ready:
-                return self._hand_out(version)
-            if self._feed is not None and time.monotonic() - reported > REPORT_SECONDS:
+            if is_done:
+                return
+            if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
-                stats = self._feed.stats()
-                logger.info(
-                    "step %d: waiting for rollouts for %.0f s (%d in flight, %d ready)",
-                    version,
-                    reported - started,
-                    stats.in_flight,
-                    stats.queue_depth,
-                )
+                report()
 
     def _advance(self, feed: RolloutFeed, version: int) -> bool:
         feed.top_up(version)
@@ -89,9 +95,27 @@ class RolloutDesk:
         return self._collectives.broadcast(self._feed.take_references(count) if self._feed is not None else None, list[Prompt])
 
     def roll_out(self, requests: Sequence[RolloutRequest], timeout: float) -> list[RolloutGroup]:
-        """Collective: completions for evaluation prompts (negative indices), in the order of the requests."""
-        groups = self.on_main(lambda: self._feed.roll_out(requests, timeout) if self._feed is not None else [])
-        return self._collectives.broadcast(groups if self._collectives.is_main else None, list[RolloutGroup])
+        """Collective: completions for evaluation prompts (negative indices), in the order of the requests. Raises like `next_groups`."""
+        feed = self._feed
+        deadline = time.monotonic() + timeout
+        self.on_main(lambda: feed.begin_evaluation(requests) if feed is not None else None)
+
+        def advance() -> bool:
+            if feed is None:
+                return False
+            if time.monotonic() > deadline:
+                done = len(requests) - feed.evaluation_pending
+                raise RolloutError(f"evaluation rollouts: {done} of {len(requests)} prompts done after {timeout:g} s")
+            feed.poll(WAIT_SLICE)
+            return feed.evaluation_pending == 0
+
+        groups: list[RolloutGroup] | None = None
+        try:
+            self._wait(advance, lambda: None)
+        finally:
+            if feed is not None:
+                groups = feed.end_evaluation()
+        return self._collectives.broadcast(groups, list[RolloutGroup])
 
     def on_main(self, action: Callable[[], T]) -> T | None:
         """Runs rank 0's part; an error there is an error everywhere. None on the other ranks."""

@@ -14,7 +14,11 @@ def run_training(loaded: LoadedRecipe) -> int:
     config = loaded.config
     require_training_inputs(config)
     assert config.model.model_name_or_path is not None
-    AsyncEBFTTrainer(config.model.model_name_or_path, config).train()
+    trainer = AsyncEBFTTrainer(config.model.model_name_or_path, config)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -51,12 +51,13 @@ def make_policy(config: AsyncEBFTConfig, engines: Engines, collectives: Collecti
     """The configuration's PolicyStep, with some loss fields changed."""
     return PolicyStep(
         engines.actor,
-        engines.frozen_copy,
+        engines.kl_reference,
         collectives,
         loss=config.loss.model_copy(update=loss),
         method=config.method,
         rollout=config.rollout,
         run=config.run,
+        temperature=config.rollout.temperature,
         check_stop=lambda: None,
     )
 
