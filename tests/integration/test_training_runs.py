@@ -33,11 +33,12 @@ Data = tuple[Path, Path]
 
 EXPECTED_KEYS = {
     "step", "loss", "grad_norm", "learning_rate", "ebft/alignment", "ebft/diversity", "ebft/reward", "ebft/cfm_loss",
-    "ebft/fm_loss_unbiased", "ebft/gram_identity_share", "ebft/empty_completions", "reward_std", "frac_reward_zero_std", "completions/mean_length",
-    "completions/clipped_ratio", "sampling/importance_sampling_ratio/mean", "sampling/sampling_logp_difference/mean", "staleness/mean",
-    "staleness/max", "staleness/dropped", "queue/depth", "policy_version", "sync/bytes", "sync/seconds", "sync/pause_seconds",
-    "sync/probe_mean_gap", "sync/probe_max_gap", "time/wait_rollout", "time/score", "time/policy", "time/optim", "time/sync", "entropy",
-    "clip_ratio/low", "clip_ratio/high", "perf/tokens_per_s", "perf/rollout_tokens_per_s", "perf/padding_ratio", "memory/peak_gb",
+    "ebft/fm_loss_unbiased", "ebft/gram_identity_share", "ebft/empty_completions", "reward_std", "frac_reward_zero_std",
+    "completions/mean_length", "completions/clipped_ratio", "sampling/importance_sampling_ratio/mean",
+    "sampling/sampling_logp_difference/mean", "staleness/mean", "staleness/max", "staleness/dropped", "queue/depth",
+    "policy_version", "sync/bytes", "sync/seconds", "sync/pause_seconds", "sync/probe_mean_gap", "sync/probe_max_gap",
+    "time/wait_rollout", "time/score", "time/policy", "time/optim", "time/sync", "entropy", "clip_ratio/low",
+    "clip_ratio/high", "perf/tokens_per_s", "perf/rollout_tokens_per_s", "perf/padding_ratio", "memory/peak_gb",
     "num_prompts_seen", "epoch",
 }  # fmt: skip
 
