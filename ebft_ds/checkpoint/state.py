@@ -66,7 +66,10 @@ class CheckpointStore:
         """This rank's files and their checksums. DeepSpeed's save is itself collective; each rank seals what carries its rank."""
         rank = self._collectives.rank
         with writing(folder):
-            engine.deepspeed.save_checkpoint(str(folder), tag=ENGINE_TAG, save_latest=False, exclude_frozen_parameters=self._adapters_only)
+            with _failures_after_the_collective(engine):
+                engine.deepspeed.save_checkpoint(
+                    str(folder), tag=ENGINE_TAG, save_latest=False, exclude_frozen_parameters=self._adapters_only
+                )
             torch.save(_random_state(), folder / f"random_rank_{rank}.pt")
         mark = f"zero_pp_rank_{rank}_"
         own = [p.relative_to(folder).as_posix() for p in (folder / ENGINE_TAG).iterdir() if p.name.startswith((mark, f"bf16_{mark}"))]
