@@ -71,7 +71,8 @@ def load_actor(
             causal_lm.enable_input_require_grads()
     if not peft.use_peft:
         return LanguageNetwork(causal_lm)
-    return LanguageNetwork(get_peft_model(causal_lm, peft_config or lora_config(peft), autocast_adapter_dtype=False))
+    with sharded_loading(deepspeed_config):  # PEFT looks there whether it must gather the weights that DoRA takes its magnitudes from
+        return LanguageNetwork(get_peft_model(causal_lm, peft_config or lora_config(peft), autocast_adapter_dtype=False))
 
 
 def lora_config(section: PeftSection) -> PeftConfig:
