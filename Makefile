@@ -6,7 +6,8 @@ STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
 # One thread a process: tests and demo start several ranks on few cores. DS_ACCELERATOR=cpu keeps the tests off any GPU.
-CPU_ENV := OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# The compiled communication op lives in the environment: two checkouts that share one cache would compile it anew at every switch.
+CPU_ENV := TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 # Tests that need root (network namespaces, cluster daemons) are left out, and said to be, for everybody else.
 MARKERS := $(if $(filter 0,$(shell id -u)),,-m "not root")
 

@@ -10,6 +10,9 @@ def main() -> int:
     """Build and load the op; a cached build returns at once."""
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
+    from ebft_ds.engine.build import use_own_ninja
+
+    use_own_ninja()
     started = time.monotonic()
     ShareMemCommBuilder().load(verbose=False)
     print(f"deepspeed_shm_comm is ready ({time.monotonic() - started:.1f} s)")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -29,11 +31,24 @@ warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.dist
 def init_distributed(timeout_seconds: float) -> Collectives:
     """Joins the job's process group (from the launcher's environment; a single process makes its own) and returns the CPU group."""
     if not dist.is_initialized():
+        use_own_ninja()
         if "RANK" not in os.environ:
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
         backend = "nccl" if accelerator_count() else "gloo"
         deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_seconds))
     return Collectives.from_default_group(timeout_seconds)
+
+
+def use_own_ninja() -> None:
+    """Puts this environment's ninja first on PATH.
+
+    DeepSpeed compiles its ops with whatever ninja it finds; its launcher finds the environment's, a plain start the system's, and each
+    of them distrusts the other's build log and compiles everything anew (minutes).
+    """
+    folder = str(Path(sys.executable).parent)
+    paths = os.environ.get("PATH", "").split(os.pathsep)
+    if (Path(folder) / "ninja").exists() and paths[0] != folder:
+        os.environ["PATH"] = os.pathsep.join([folder, *paths])
 
 
 def accelerator_count() -> int:
