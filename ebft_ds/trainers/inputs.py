@@ -89,7 +89,10 @@ def _complete(args: AsyncEBFTConfig, inputs: RunInputs) -> AsyncEBFTConfig:
 
 
 def _with_model_folder(config: AsyncEBFTConfig, inputs: RunInputs, collectives: Collectives) -> AsyncEBFTConfig:
-    """A model given as an object becomes a folder: the rollout process and the frozen copy load the very same weights from it."""
+    """A model given as an object becomes a folder: the rollout process and the frozen copy load the very same weights from it.
+
+    Rank 0 writes it; nobody reads it before `_agree` has gathered all ranks.
+    """
     if isinstance(inputs.model, str):
         return config
     if not config.run.output_dir:
@@ -100,7 +103,6 @@ def _with_model_folder(config: AsyncEBFTConfig, inputs: RunInputs, collectives: 
         if inputs.tokenizer is None:
             raise ConfigError("processing_class is not set: a model given as an object needs its tokenizer beside it")
         inputs.tokenizer.save_pretrained(folder)
-    collectives.barrier()
     return config.replace(model_name_or_path=str(folder))
 
 

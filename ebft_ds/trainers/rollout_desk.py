@@ -149,17 +149,25 @@ class RolloutDesk:
         return self._feed.stats() if self._feed is not None else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Rank 0's feed and loop state in JSON types; {} on the others."""
-        if self._feed is None or self._client is None:
-            return {}
-        state: dict[str, Any] = msgspec.to_builtins({"feed": self._feed.state_dict(), "loop": self._client.state_dict()})
-        return state
+        """Collective: rank 0's feed and loop state in JSON types; {} on the others."""
+
+        def read() -> dict[str, Any]:
+            if self._feed is None or self._client is None:
+                return {}
+            state: dict[str, Any] = msgspec.to_builtins({"feed": self._feed.state_dict(), "loop": self._client.state_dict()})
+            return state
+
+        return self.on_main(read) or {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
-        if self._feed is not None and self._client is not None:
-            self._feed.load_state_dict(state["feed"])
-            self._client.load_state_dict(state["loop"])
+        """Collective: restores what `state_dict` gave."""
+
+        def write() -> None:
+            if self._feed is not None and self._client is not None:
+                self._feed.load_state_dict(state["feed"])
+                self._client.load_state_dict(state["loop"])
+
+        self.on_main(write)
 
     def close(self) -> None:
         """Ends the rollout process."""
