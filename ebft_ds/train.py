@@ -15,6 +15,8 @@ from pathlib import Path
 from ebft_ds.config import LoadedRecipe, load_recipe
 from ebft_ds.errors import ConfigError, EbftError, PeerError, Preempted
 
+TASKS = ("train", "eval", "export")
+
 EXIT_RECORD_VARIABLE = "EBFT_DS_EXIT_RECORDS"
 """Folder for one exit record a rank, set by `ebft-ds train`: the code survives even if the process is killed while it winds up."""
 
@@ -25,12 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.append(os.getcwd())  # reward functions and rollout loops of the user; last, so that nothing there hides a library
     rank = int(os.environ.get("RANK", "0"))
     try:
-        recipe, overrides = parse_arguments(sys.argv[1:] if argv is None else argv)
+        task, recipe, overrides = parse_arguments(sys.argv[1:] if argv is None else argv)
         loaded = load_recipe(recipe, overrides)
         check_world_size(loaded)
-        from ebft_ds.trainers.run import run_training
+        from ebft_ds.trainers.run import run_task
 
-        code, message = run_training(loaded), ""
+        code, message = run_task(loaded, task), ""
     except Preempted as error:
         code, message = error.exit_code, str(error)
     except EbftError as error:
@@ -60,8 +62,12 @@ def report(rank: int, code: int, message: str) -> None:
         os.replace(temporary, target)
 
 
-def parse_arguments(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """(recipe, overrides). `--local_rank=N` of the launcher goes into the environment. Errors: ConfigError."""
+def parse_arguments(argv: Sequence[str]) -> tuple[str, str, list[str]]:
+    """(task, recipe, overrides). `--local_rank=N` of the launcher goes into the environment; `--task=` is what `ebft-ds` passes.
+
+    Errors: ConfigError.
+    """
+    task = "train"
     rest: list[str] = []
     pending = list(argv)
     while pending:
@@ -72,13 +78,15 @@ def parse_arguments(argv: Sequence[str]) -> tuple[str, list[str]]:
             if not local_rank.isdigit():
                 raise ConfigError(f"{name} takes a number, not {local_rank!r}")
             os.environ.setdefault("LOCAL_RANK", local_rank)
+        elif name == "--task" and value in TASKS:
+            task = value
         elif argument.startswith("-"):
             raise ConfigError(f"unknown option {name}; usage: ebft_ds.train RECIPE [key=value ...]")
         else:
             rest.append(argument)
     if not rest:
         raise ConfigError("no recipe given; usage: ebft_ds.train RECIPE [key=value ...]")
-    return rest[0], rest[1:]
+    return task, rest[0], rest[1:]
 
 
 def check_world_size(loaded: LoadedRecipe) -> int:

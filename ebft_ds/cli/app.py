@@ -8,7 +8,7 @@ import sys
 import typer
 
 from ebft_ds import __version__
-from ebft_ds.cli import config_commands, data_preview, runs
+from ebft_ds.cli import config_commands, data_preview, runs, tasks
 from ebft_ds.cli.convert_config import convert_config
 from ebft_ds.cli.demo import demo
 from ebft_ds.cli.doctor import doctor
@@ -26,6 +26,8 @@ app = typer.Typer(
 
 app.command()(demo)
 app.command()(train)
+app.command("eval")(tasks.evaluate)
+app.command("export")(tasks.export)
 app.command()(plan)
 app.command()(doctor)
 app.add_typer(config_commands.app, name="config")

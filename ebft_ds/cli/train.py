@@ -44,8 +44,8 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start_ranks(loaded: LoadedRecipe, recipe: str, overrides: list[str]) -> int:
-    """Check what can be checked without torch, start the ranks, and return the job's exit code."""
+def start_ranks(loaded: LoadedRecipe, recipe: str, overrides: list[str], task: str = "train") -> int:
+    """Check what can be checked without torch, start the ranks on a task, and return the job's exit code."""
     from ebft_ds.cli.supervisor import RankSupervisor
 
     config = loaded.config
@@ -54,7 +54,7 @@ def start_ranks(loaded: LoadedRecipe, recipe: str, overrides: list[str]) -> int:
     output_dir = quick_check(loaded, world_size, accelerators)
     supervisor = RankSupervisor(
         # -P: a file called like a module in the working directory must not hide that module.
-        [sys.executable, "-P", "-m", "ebft_ds.train", recipe, *overrides],
+        [sys.executable, "-P", "-m", "ebft_ds.train", f"--task={task}", recipe, *overrides],
         world_size,
         master_port=config.run.master_port,
         environment=rank_environment(),

@@ -83,8 +83,10 @@ class AsyncEBFTTrainer:
         Raises:
             Preempted: a stop signal came and the run was saved. Other EbftErrors as their classes say.
         """
+        if self._parts is not None and not self._report.recording:
+            self.close()
         with self._stop:
-            parts = self._build()
+            parts = self._parts or self._build()
             try:
                 self._run(parts)
             except BaseException:
@@ -92,11 +94,17 @@ class AsyncEBFTTrainer:
                 raise
         return self.state
 
-    def evaluate(self) -> EvalResult | None:
+    def evaluate(self, *, record: bool = True) -> EvalResult | None:
         """Evaluation on the held-out prompts with the current weights (before `train`: the model's own, or the checkpoint's that
-        `resume_from_checkpoint` names); None without held-out prompts."""
+        `resume_from_checkpoint` names); None without held-out prompts. Without `record` nothing is written to output_dir's metrics."""
         with self._stop:
-            return self._evaluate(self._parts or self._build())
+            return self._evaluate(self._parts or self._build(record=record))
+
+    def export(self, target: Path) -> Path:
+        """Writes the current weights (before `train`: those that `resume_from_checkpoint` names) to `target` in Hugging Face format."""
+        with self._stop:
+            parts = self._parts or self._build(record=False)
+            return self._export(parts, target)
 
     def close(self) -> None:
         """Ends the rollout process and closes the logs; the interpreter's end does it too."""
@@ -105,10 +113,8 @@ class AsyncEBFTTrainer:
             self._report.close()
             self._parts = None
 
-    def _build(self) -> RunParts:
-        if self._parts is not None:
-            return self._parts
-        prepared = prepare_run(self.args, self._inputs)
+    def _build(self, *, record: bool = True) -> RunParts:
+        prepared = prepare_run(self.args, self._inputs, record=record)
         self.args = prepared.config
         self._objectives = FurtherObjectives(self.args.loss.reward_funcs, self._reward_functions, self.args)
         parts = build_parts(
@@ -122,7 +128,7 @@ class AsyncEBFTTrainer:
         self._parts = parts
         self.state.total_steps = parts.derived.steps or self.args.run.max_steps
         before = self._resume(parts)
-        self._report = RunReport(self.args, parts, self.state)
+        self._report = RunReport(self.args, parts, self.state, recording=record)
         self._report.restore_before(before)
         return parts
 
@@ -282,16 +288,19 @@ class AsyncEBFTTrainer:
             self._save(parts)
         if self.args.checkpoint.export_final:
             assert self.args.run.output_dir is not None
-            export_final(
-                parts.engines.actor.network,
-                parts.tokenizer,
-                Path(self.args.run.output_dir) / "final",
-                parts.collectives,
-                dtype=getattr(torch, self.args.model.dtype),
-                merged=self.args.checkpoint.export_merged,
-                generation_config=parts.generation_config,
-            )
+            self._export(parts, Path(self.args.run.output_dir) / "final")
         self._report.summary(self.state, after)
+
+    def _export(self, parts: RunParts, target: Path) -> Path:
+        return export_final(
+            parts.engines.actor.network,
+            parts.tokenizer,
+            target,
+            parts.collectives,
+            dtype=getattr(torch, self.args.model.dtype),
+            merged=self.args.checkpoint.export_merged,
+            generation_config=parts.generation_config,
+        )
 
     def _call(self, hook: str, *values: Any) -> None:
         for callback in self.callbacks:

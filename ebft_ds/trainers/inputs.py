@@ -49,8 +49,10 @@ class PreparedRun:
     collectives: Collectives
 
 
-def prepare_run(args: AsyncEBFTConfig, inputs: RunInputs) -> PreparedRun:
+def prepare_run(args: AsyncEBFTConfig, inputs: RunInputs, *, record: bool = True) -> PreparedRun:
     """Collective. Every check that can fail does so here, on all ranks, before an engine or a process is built.
+
+    Without `record` the output folder is neither claimed nor cleared, and its config.resolved.yaml stays.
 
     Raises:
         ConfigError, ModelError, DataError: on the ranks that found it; the others raise PeerError.
@@ -59,13 +61,14 @@ def prepare_run(args: AsyncEBFTConfig, inputs: RunInputs) -> PreparedRun:
     config = _complete(args, inputs)
     config = _agree(collectives, lambda: _with_model_folder(config, inputs, collectives))
     checked = _agree(collectives, lambda: _check(config, inputs, collectives.world_size))
-    _agree(collectives, lambda: prepare_output_dir(config) if collectives.is_main else None)
+    if record:
+        _agree(collectives, lambda: prepare_output_dir(config) if collectives.is_main else None)
     assert config.run.output_dir is not None
     output_dir = Path(config.run.output_dir)
     setup_logging(collectives.rank, collectives.world_size, config.monitor.log_level, output_dir / "logs")
     for note in checked.notes:
         logger.info("%s", note)
-    if collectives.is_main:
+    if record and collectives.is_main:
         code = code_version(Path(__file__).parent)
         commit = f"{code['commit']}{' with changes' if code['modified'] else ''}" if code else None
         write_resolved(output_dir / "config.resolved.yaml", config, sys.argv, package_versions(), commit)

@@ -34,9 +34,11 @@ from ebft_ds.types import RolloutGroup, ScoredGroup
 class RunReport:
     """Rank 0 writes; every rank takes part in the one reduction a step."""
 
-    def __init__(self, config: AsyncEBFTConfig, parts: RunParts, state: TrainerState) -> None:
+    def __init__(self, config: AsyncEBFTConfig, parts: RunParts, state: TrainerState, *, recording: bool = True) -> None:
         assert config.run.output_dir is not None
         self._config = config
+        self.recording = recording
+        """False: shown on the terminal only (`ebft-ds eval`)."""
         self._parts = parts
         self._output_dir = Path(config.run.output_dir)
         cuda = accelerator_count() > 0
@@ -53,11 +55,12 @@ class RunReport:
         self._progress: ProgressReporter | None = None
         self._samples: SampleLog | None = None
         if parts.collectives.is_main:
+            self._progress = ProgressReporter(state.total_steps, state.step)
+        if parts.collectives.is_main and recording:
             tensorboard = "tensorboard" in config.monitor.report_to
             self._writer = MetricsWriter(self._output_dir, tensorboard=tensorboard, start_step=state.step)
             self._writer.write_text("config", resolved_text(config), state.step)
             self._samples = SampleLog(self._output_dir / "samples.jsonl", start_step=state.step)
-            self._progress = ProgressReporter(state.total_steps, state.step)
 
     def restore_before(self, values: Mapping[str, Any] | None) -> None:
         """The evaluation before the run, from a checkpoint."""
@@ -145,9 +148,10 @@ class RunReport:
 
     def evaluation(self, state: TrainerState, result: EvalResult, groups: Sequence[RolloutGroup]) -> None:
         """Writes `eval/*` and shows the numbers."""
-        if self._writer is None or self._progress is None:
+        if self._progress is None:
             return
-        self._writer.write(state.step, result.to_metrics())
+        if self._writer is not None:
+            self._writer.write(state.step, result.to_metrics())
         self._progress.note(f"evaluation at step {state.step}")
         self._progress.note(render_before_after(self.before, result))
 

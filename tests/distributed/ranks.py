@@ -28,6 +28,18 @@ def run_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> lis
         return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world_size)]
 
 
+class RankAnswers(dict[Any, list[Any]]):
+    """key -> what the ranks of its scenario answered; each scenario runs when a test first asks for it."""
+
+    def __init__(self, run: Callable[[Any], list[Any]]) -> None:
+        super().__init__()
+        self._run = run
+
+    def __missing__(self, key: Any) -> list[Any]:
+        self[key] = self._run(key)
+        return self[key]
+
+
 def _rank(rank: int, world_size: int, port: int, folder: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch

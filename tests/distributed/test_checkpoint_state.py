@@ -29,7 +29,7 @@ from ebft_ds.monitor.metrics import MetricsAccumulator
 from ebft_ds.packing.padded import pad_rows
 from ebft_ds.trainers.assembly import Engines
 from tests.distributed.engines import make_config, make_engines, make_group, make_policy, random_adapter
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import RankAnswers, run_ranks
 from tests.distributed.small import LAYERS, small_model, token_rows
 
 PROBE = token_rows(3, [20])[0]
@@ -167,12 +167,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def answers(models: dict[str, Path], folders: dict[str, Path]) -> dict[str, list[dict[str, Any]]]:
-    return {mode: run_ranks(2, run, models[mode], models["full"], folders[mode], mode) for mode in MODES}
+def answers(models: dict[str, Path], folders: dict[str, Path]) -> RankAnswers:
+    """By mode."""
+    return RankAnswers(lambda mode: run_ranks(2, run, models[mode], models["full"], folders[mode], mode))
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-def test_a_loaded_run_takes_the_same_next_step_bit_for_bit(answers: dict[str, list[dict[str, Any]]], mode: str) -> None:
+def test_a_loaded_run_takes_the_same_next_step_bit_for_bit(answers: RankAnswers, mode: str) -> None:
     for answer in answers[mode]:
         assert answer["differed"], "the other engine must have started elsewhere"
         assert answer["meta"] == {"step": 1}
@@ -182,7 +183,7 @@ def test_a_loaded_run_takes_the_same_next_step_bit_for_bit(answers: dict[str, li
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_a_damaged_shard_is_passed_over_by_all_ranks(answers: dict[str, list[dict[str, Any]]], mode: str) -> None:
+def test_a_damaged_shard_is_passed_over_by_all_ranks(answers: RankAnswers, mode: str) -> None:
     for answer in answers[mode]:
         first, second = answer["names"]
         assert answer["found"] == second
@@ -190,7 +191,7 @@ def test_a_damaged_shard_is_passed_over_by_all_ranks(answers: dict[str, list[dic
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_one_rank_that_cannot_write_fails_the_save_on_all(answers: dict[str, list[dict[str, Any]]], mode: str) -> None:
+def test_one_rank_that_cannot_write_fails_the_save_on_all(answers: RankAnswers, mode: str) -> None:
     for answer in answers[mode]:
         assert answer["disk full"].startswith("CheckpointError")
         assert "No space left on device" in answer["disk full"]
@@ -201,7 +202,7 @@ def test_one_rank_that_cannot_write_fails_the_save_on_all(answers: dict[str, lis
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_what_rank_0_may_not_delete_is_an_error_on_all(answers: dict[str, list[dict[str, Any]]], mode: str) -> None:
+def test_what_rank_0_may_not_delete_is_an_error_on_all(answers: RankAnswers, mode: str) -> None:
     main, peer = (answer["no permission"] for answer in answers[mode])
     assert main.startswith("CheckpointError")
     assert "Permission denied" in main
@@ -214,9 +215,7 @@ def load_alone(collectives: Collectives, model: Path, folder: Path) -> str:
     return failure(lambda: store.load(job.engines.actor, folder / "checkpoints" / "step_1"))
 
 
-def test_another_number_of_ranks_is_refused(
-    answers: dict[str, list[dict[str, Any]]], models: dict[str, Path], folders: dict[str, Path]
-) -> None:
+def test_another_number_of_ranks_is_refused(answers: RankAnswers, models: dict[str, Path], folders: dict[str, Path]) -> None:
     (message,) = run_ranks(1, load_alone, models["full"], folders["full"])
     assert message.startswith("CheckpointError")
     assert "saved by 2 ranks and this run has 1" in message
@@ -235,9 +234,7 @@ def log_probs(network: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", list(MODES))
-def test_the_exported_model_is_the_trained_one(
-    answers: dict[str, list[dict[str, Any]]], models: dict[str, Path], folders: dict[str, Path], mode: str
-) -> None:
+def test_the_exported_model_is_the_trained_one(answers: RankAnswers, models: dict[str, Path], folders: dict[str, Path], mode: str) -> None:
     base = log_probs(AutoModelForCausalLM.from_pretrained(models[mode], dtype=torch.float32))
     wanted = answers[mode][0]["log_probs"]
     assert (base - wanted).abs().max() > 1e-2
@@ -248,9 +245,7 @@ def test_the_exported_model_is_the_trained_one(
 
 
 @pytest.mark.parametrize("mode", ["lora", "modules_to_save"])
-def test_the_exported_adapter_gives_the_same(
-    answers: dict[str, list[dict[str, Any]]], models: dict[str, Path], folders: dict[str, Path], mode: str
-) -> None:
+def test_the_exported_adapter_gives_the_same(answers: RankAnswers, models: dict[str, Path], folders: dict[str, Path], mode: str) -> None:
     for adapter in (folders[mode] / "final" / "adapter", folders[mode] / "adapter only"):
         base = AutoModelForCausalLM.from_pretrained(models[mode], dtype=torch.float32)
         network = PeftModel.from_pretrained(base, adapter).eval()
@@ -268,7 +263,7 @@ def stored_names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_every_weight_is_stored_once_and_shards_are_small(
-    answers: dict[str, list[dict[str, Any]]], models: dict[str, Path], folders: dict[str, Path], mode: str
+    answers: RankAnswers, models: dict[str, Path], folders: dict[str, Path], mode: str
 ) -> None:
     wanted = sorted(name for name, _ in AutoModelForCausalLM.from_pretrained(models[mode]).named_parameters())
     for name in ("final", "sharded"):

@@ -20,7 +20,7 @@ from ebft_ds.monitor.metrics import MetricsAccumulator
 from ebft_ds.policy import LossDenominators, importance_weights, per_token_kl, policy_loss
 from ebft_ds.types import Prompt, Rollout, RolloutGroup, TokenSpan
 from tests.distributed.engines import make_config, make_engines, make_policy, random_adapter
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import RankAnswers, run_ranks
 from tests.distributed.small import LAYERS, small_model, token_rows
 
 TEMPERATURE = 0.8
@@ -147,12 +147,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_model(tmp_path_factory.mktemp("small"))
 
 
-Answers = dict[tuple[bool, int], list[dict[str, Any]]]
-
-
 @pytest.fixture(scope="module")
-def answers(model: Path) -> Answers:
-    return {(lora, world_size): run_ranks(world_size, run, model, lora) for lora in (True, False) for world_size in (1, 2, 3)}
+def answers(model: Path) -> RankAnswers:
+    """By (lora, world size)."""
+    return RankAnswers(lambda key: run_ranks(key[1], run, model, key[0]))
 
 
 def plain(model: Path, lora: bool, state: dict[str, Tensor], *, ce_coef: float = CE_COEF, **loss: Any) -> dict[str, Tensor | float]:
@@ -216,7 +214,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any], tolerance: float 
 
 @pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize("label", ["dapo", "grpo", "reinforce", "gspo", "engine", "kl"])
-def test_gradient_is_that_of_a_plain_model_for_every_world_size(answers: Answers, model: Path, label: str, lora: bool) -> None:
+def test_gradient_is_that_of_a_plain_model_for_every_world_size(answers: RankAnswers, model: Path, label: str, lora: bool) -> None:
     for world_size in (1, 2, 3):
         ranks = answers[lora, world_size]
         state = ranks[0].get("kl state", ranks[0]["state"]) if label == "kl" else ranks[0]["state"]
@@ -226,7 +224,7 @@ def test_gradient_is_that_of_a_plain_model_for_every_world_size(answers: Answers
 
 
 @pytest.mark.parametrize("lora", [True, False])
-def test_micro_batch_size_does_not_matter(answers: Answers, lora: bool) -> None:
+def test_micro_batch_size_does_not_matter(answers: RankAnswers, lora: bool) -> None:
     for world_size in (1, 2, 3):
         answer = answers[lora, world_size][0]
         for label, batch in BATCHES.items():
@@ -235,19 +233,19 @@ def test_micro_batch_size_does_not_matter(answers: Answers, lora: bool) -> None:
 
 @pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_does_not_matter(answers: Answers, lora: bool, reentrant: bool) -> None:
+def test_gradient_checkpointing_does_not_matter(answers: RankAnswers, lora: bool, reentrant: bool) -> None:
     assert_same(answers[lora, 2][0][f"checkpointing {reentrant}"], answers[lora, 2][0]["dapo"])
 
 
 @pytest.mark.parametrize("lora", [True, False])
-def test_skipping_zero_advantages_changes_nothing(answers: Answers, lora: bool) -> None:
+def test_skipping_zero_advantages_changes_nothing(answers: RankAnswers, lora: bool) -> None:
     for world_size in (1, 2, 3):
         assert_same(answers[lora, world_size][0]["not skipped"], answers[lora, world_size][0]["dapo"])
 
 
 @pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize("label", ["truncated", "all skipped"])
-def test_a_step_without_trained_tokens_has_a_zero_gradient_and_harms_nothing(answers: Answers, lora: bool, label: str) -> None:
+def test_a_step_without_trained_tokens_has_a_zero_gradient_and_harms_nothing(answers: RankAnswers, lora: bool, label: str) -> None:
     for world_size in (1, 2, 3):
         answer = answers[lora, world_size][0]
         assert flat(answer[label]).eq(0).all()
@@ -256,7 +254,7 @@ def test_a_step_without_trained_tokens_has_a_zero_gradient_and_harms_nothing(ans
 
 
 @pytest.mark.parametrize("lora", [True, False])
-def test_a_nan_loss_on_one_rank_stops_all(answers: Answers, lora: bool) -> None:
+def test_a_nan_loss_on_one_rank_stops_all(answers: RankAnswers, lora: bool) -> None:
     for world_size in (1, 2, 3):
         *peers, broken = (answer["failure"] for answer in answers[lora, world_size])
         assert broken.startswith(f"NumericsError: step 7, rank {world_size - 1}, micro-batch 0: the loss is nan")

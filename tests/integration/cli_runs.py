@@ -51,14 +51,16 @@ def overrides(model: Path, data: tuple[Path, Path], output: Path, **fields: Any)
     return [f"{key}={json.dumps(value) if not isinstance(value, (Path, str)) else value}" for key, value in (settings | fields).items()]
 
 
-def start(recipe: Path, settings: list[str]) -> subprocess.Popen[str]:
+def start(recipe: Path, settings: list[str], command: str = "train") -> subprocess.Popen[str]:
     recipe.write_text("run: {mode: async}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "ebft_ds.cli.app", "train", str(recipe), *settings]
-    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    arguments = [sys.executable, "-m", "ebft_ds.cli.app", command, str(recipe), *settings]
+    return subprocess.Popen(
+        arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
 
 
-def run(recipe: Path, settings: list[str], timeout: float = 240.0) -> Finished:
-    process = start(recipe, settings)
+def run(recipe: Path, settings: list[str], timeout: float = 240.0, command: str = "train") -> Finished:
+    process = start(recipe, settings, command)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 from collections import Counter
@@ -107,6 +108,28 @@ def test_export_loads_with_transformers_and_peft_and_is_the_trained_model(finish
     torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-4)
     assert (merged(ids).logits - untrained).abs().max() > 1e-3
     assert AutoTokenizer.from_pretrained(output / "final").chat_template
+
+
+def test_eval_and_export_of_a_checkpoint_leave_the_run_as_it_is(
+    finished_run: tuple[Path, Finished], tiny_model: Path, tiny_data: Data, tmp_path: Path
+) -> None:
+    output, _ = finished_run
+    before = (output / "metrics.jsonl").read_text()
+    shutil.rmtree(output / "final", ignore_errors=True)
+    settings = overrides(
+        tiny_model, tiny_data, output, eval_dataset=tiny_data[1], max_steps=5, warm_start_steps=1, resume_from_checkpoint="auto"
+    )
+    evaluated = run(tmp_path / "recipe.yaml", settings, command="eval")
+    assert evaluated.code == 0, evaluated.output[-4000:]
+    numbers = json.loads(next(line for line in evaluated.output.splitlines() if line.startswith('{"step"')))
+    last = metrics(output)[-1]
+    assert numbers["step"] == 5
+    assert numbers["reference_ce"] == pytest.approx(last["eval/reference_ce"], abs=1e-5)
+    assert numbers["cfm_loss"] == pytest.approx(last["eval/cfm_loss"], abs=1e-4), "same weights, same prompts, same seeds"
+    exported = run(tmp_path / "recipe.yaml", settings, command="export")
+    assert exported.code == 0, exported.output[-4000:]
+    assert (output / "final" / "model.safetensors").exists()
+    assert (output / "metrics.jsonl").read_text() == before
 
 
 def test_resume_repeats_the_uninterrupted_run_bit_for_bit_and_passes_over_a_damaged_checkpoint(

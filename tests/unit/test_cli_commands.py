@@ -174,9 +174,10 @@ def test_a_launcher_that_contradicts_num_processes_is_refused(monkeypatch: pytes
 def test_the_launchers_local_rank_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.delenv("LOCAL_RANK")
-    assert parse_arguments(["--local_rank=1", "r.yaml", "seed=1"]) == ("r.yaml", ["seed=1"])
+    assert parse_arguments(["--local_rank=1", "r.yaml", "seed=1"]) == ("train", "r.yaml", ["seed=1"])
     assert os.environ["LOCAL_RANK"] == "1"
-    assert parse_arguments(["--local-rank", "3", "r.yaml"]) == ("r.yaml", [])
+    assert parse_arguments(["--task=eval", "r.yaml"]) == ("eval", "r.yaml", [])
+    assert parse_arguments(["--local-rank", "3", "r.yaml"]) == ("train", "r.yaml", [])
     with pytest.raises(ConfigError, match="unknown option"):
         parse_arguments(["r.yaml", "--steps=3"])
     with pytest.raises(ConfigError, match="no recipe"):
