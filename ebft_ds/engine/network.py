@@ -155,5 +155,10 @@ def install_log_prob_head(model: PreTrainedModel, chunk_size: int) -> None:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(f"the output embedding of {type(model).__name__} is {type(head).__name__}, not a linear layer: not supported")
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    text_config = model.config.get_text_config()
+    for name in ("logit_scale", "logits_scaling"):
+        if getattr(text_config, name, None) not in (None, 1, 1.0):
+            # The model applies it after the head, where the chunked log-probs are not: they would be another model's.
+            raise ModelError(f"{type(model).__name__} scales its logits ({name}={getattr(text_config, name)}): not supported")
+    softcap = getattr(text_config, "final_logit_softcapping", None)
     model.set_output_embeddings(LogProbHead.adopt(head, chunk_size=chunk_size, softcap=softcap))

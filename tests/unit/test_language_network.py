@@ -1,0 +1,63 @@
+"""LanguageNetwork without an engine: what it refuses, and that a failing forward leaves it as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from ebft_ds.engine.network import FeatureWork, LanguageNetwork, decoder_layers, install_log_prob_head
+from ebft_ds.errors import ModelError
+from ebft_ds.packing.padded import pad_rows
+from ebft_ds.policy.logprobs import LogProbHead
+
+
+def small(architecture: str = "llama", **fields: object) -> PreTrainedModel:
+    settings: dict[str, object] = {
+        "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+    }  # fmt: skip
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[architecture](**(settings | fields)), dtype=torch.float32)
+
+
+def test_tied_head_keeps_its_parameter_and_the_models_own_forward() -> None:
+    model = small(tie_word_embeddings=True).eval()
+    ids = torch.tensor([[3, 7, 9]])
+    before = model(ids).logits
+    install_log_prob_head(model, chunk_size=2)
+    head = model.get_output_embeddings()
+    assert isinstance(head, LogProbHead)
+    assert head.weight is model.get_input_embeddings().weight
+    torch.testing.assert_close(model(ids).logits, before)
+
+
+@pytest.mark.parametrize(("architecture", "field"), [("cohere", "logit_scale"), ("granite", "logits_scaling")])
+def test_models_that_scale_their_logits_are_refused(architecture: str, field: str) -> None:
+    with pytest.raises(ModelError, match=field):
+        install_log_prob_head(small(architecture, **{field: 0.25}), chunk_size=8)
+
+
+def test_mode_layers_and_hooks_are_restored_after_a_failing_feature_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = LanguageNetwork(small())
+    network.train()
+    _, layers = decoder_layers(network.body)
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(layers[1], "forward", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        network(FeatureWork(pad_rows([[1, 2, 3]]), [1, 2]))
+    assert network.training
+    assert len(decoder_layers(network.body)[1]) == 3
+    assert not any(layer._forward_hooks for layer in layers)
+
+
+def test_repeated_and_final_layers_are_returned_in_the_order_asked_for() -> None:
+    network = LanguageNetwork(small()).eval()
+    rows = pad_rows([[1, 2, 3], [4, 5]])
+    deep, first, again = network(FeatureWork(rows, [3, 1, 1]))
+    assert torch.equal(first, again)
+    plain = network.body(rows.input_ids[:1], output_hidden_states=True).hidden_states
+    torch.testing.assert_close(deep[:1], plain[3])
+    torch.testing.assert_close(first[:1], plain[1])
