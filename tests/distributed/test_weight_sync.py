@@ -1,0 +1,304 @@
+"""Merged weights from ZeRO-3 shards against PEFT's own merge, and pushes to a real rollout process."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from peft import get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import ebft_ds.sync.push as push_module
+from ebft_ds.collectives import Collectives
+from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.errors import EbftError
+from ebft_ds.monitor.metrics import MetricsAccumulator
+from ebft_ds.rollout.client import RolloutClient
+from ebft_ds.rollout.manifest import TensorSpec
+from ebft_ds.rollout.spec import RolloutProcessSpec
+from ebft_ds.sync.push import WeightSync
+from ebft_ds.sync.source import MergedWeightSource, full_numel
+from ebft_ds.trainers.assembly import Engines
+from tests.distributed.engines import make_config, make_engines, make_group, make_policy, random_adapter
+from tests.distributed.ranks import RankAnswers, run_ranks
+from tests.distributed.small import LAYERS, small_model, token_rows
+
+BUCKET_BYTES = 12_000
+PROBE = token_rows(1, [24])[0]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lora": {"use_peft": True, "tied": True},
+    "rslora": {"use_peft": True, "use_rslora": True},
+    "dora": {"use_peft": True, "use_dora": True},
+    "modules_to_save": {"use_peft": True, "lora_modules_to_save": ["lm_head", "norm"], "lora_target_modules": ["q_proj", "down_proj"]},
+    "full": {},
+    "full tied": {"tied": True},
+}
+
+
+def configuration(folder: Path, *, tied: bool = False, **fields: Any) -> AsyncEBFTConfig:
+    return make_config(folder / ("tied" if tied else "untied"), lora_r=4, num_generations=2, **fields)
+
+
+def build(collectives: Collectives, config: AsyncEBFTConfig) -> Engines:
+    torch.manual_seed(0)
+    return make_engines(config, collectives.world_size, LAYERS, random_adapter(config) if config.peft.use_peft else None)
+
+
+def train(collectives: Collectives, config: AsyncEBFTConfig, engines: Engines, step: int) -> None:
+    prompt, reference, *completions = token_rows(30 + step, [4, 5, 3, 6])
+    policy = make_policy(config, engines, collectives)
+    groups = [make_group(0, prompt, completions, reference)]
+    policy.on_groups(step, groups, torch.tensor([[1.0, -1.0]]), rl_coef=1.0, ce_coef=1.0, metrics=MetricsAccumulator())
+    engines.actor.step(step)
+
+
+class GatherRecorder:
+    """Stands in for GatheredParameters and notes how many bytes and the largest tensor's each gather held."""
+
+    def __init__(self) -> None:
+        self.real = deepspeed.zero.GatheredParameters
+        self.gathers: list[tuple[int, int]] = []
+
+    def __call__(self, parameters: Any, **options: Any) -> Any:
+        sizes = [full_numel(p) * p.element_size() for p in parameters]
+        self.gathers.append((sum(sizes), max(sizes)))
+        return self.real(parameters, **options)
+
+    def __enter__(self) -> GatherRecorder:
+        deepspeed.zero.GatheredParameters = self
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        deepspeed.zero.GatheredParameters = self.real
+
+
+def source_run(collectives: Collectives, folder: Path, label: str) -> dict[str, Any]:
+    config = configuration(folder, **VARIANTS[label])
+    engines = build(collectives, config)
+    train(collectives, config, engines, 0)
+    network = engines.actor.network
+    trained = {name.removeprefix("model."): p for name, p in network.named_parameters() if p.requires_grad}
+    with deepspeed.zero.GatheredParameters(list(trained.values())):
+        answer: dict[str, Any] = {"state": {name: p.detach().clone() for name, p in trained.items()}}
+    for only_trained in (True, False):
+        source = MergedWeightSource(network, torch.float32, BUCKET_BYTES, collectives.is_main, only_trained)
+        with GatherRecorder() as recorder:
+            buckets = list(source.buckets())
+        answer[f"only_trained {only_trained}"] = dict(pair for bucket in buckets for pair in bucket)
+        answer[f"announced {only_trained}"] = {piece.name: piece.shape for piece in source.pieces()}
+        answer[f"buckets {only_trained}"] = len(buckets)
+        answer[f"gathers {only_trained}"] = recorder.gathers
+    answer["left whole"] = sum(p.numel() == full_numel(p) and full_numel(p) > 1 for p in network.parameters())
+    return answer
+
+
+def bf16_walks(collectives: Collectives, folder: Path) -> dict[str, Any]:
+    """200 merges of a bf16 model, and whether its shards are still the same bits."""
+    engines = build(collectives, configuration(folder, use_peft=True, dtype="bfloat16", lora_target_modules=["q_proj"]))
+    network = engines.actor.network
+    before = {name: p.ds_tensor.clone() for name, p in network.named_parameters()}
+    source = MergedWeightSource(network, torch.bfloat16, 2**20, collectives.is_main)
+    first = dict(pair for bucket in source.buckets() for pair in bucket)
+    for _ in range(199):
+        last = dict(pair for bucket in source.buckets() for pair in bucket)
+    return {
+        "unchanged": all(torch.equal(before[name], p.ds_tensor) for name, p in network.named_parameters()),
+        "same": all(torch.equal(first[name], last[name]) for name in first),
+        "survival": source.loss.delta_survival,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    small_model(folder / "tied", tied=True)
+    small_model(folder / "untied", tied=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sources(folder: Path) -> RankAnswers:
+    """By variant."""
+    return RankAnswers(lambda label: run_ranks(2, source_run, folder, label))
+
+
+def plain_merged(folder: Path, label: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All parameters of an ordinary model with the same training result, merged by PEFT."""
+    config = configuration(folder, **VARIANTS[label])
+    network = AutoModelForCausalLM.from_pretrained(config.model.model_name_or_path, dtype=torch.float32)
+    if config.peft.use_peft:
+        network = get_peft_model(network, random_adapter(config))
+    parameters = dict(network.named_parameters())
+    assert set(state) == {name for name, p in parameters.items() if p.requires_grad}
+    with torch.no_grad():
+        for name, value in state.items():
+            parameters[name].copy_(value)
+    merged = network.merge_and_unload() if config.peft.use_peft else network
+    return {name: p.detach() for name, p in merged.named_parameters()}
+
+
+@pytest.mark.parametrize("label", list(VARIANTS))
+def test_the_whole_state_is_that_of_the_merged_plain_model(sources: RankAnswers, folder: Path, label: str) -> None:
+    found, wanted = sources[label][0]["only_trained False"], plain_merged(folder, label, sources[label][0]["state"])
+    assert set(found) == set(wanted)
+    assert ("lm_head.weight" in found) != VARIANTS[label].get("tied", False)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("label", list(VARIANTS))
+def test_a_push_carries_what_training_can_change_and_only_that(sources: RankAnswers, folder: Path, label: str) -> None:
+    config = configuration(folder, **VARIANTS[label])
+    base = dict(AutoModelForCausalLM.from_pretrained(config.model.model_name_or_path, dtype=torch.float32).named_parameters())
+    merged = plain_merged(folder, label, sources[label][0]["state"])
+    found = sources[label][0]["only_trained True"]
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    if "full" not in label:
+        assert set(found) == changed
+    assert changed <= set(found) <= set(base)
+    assert all(torch.equal(found[name], sources[label][0]["only_trained False"][name]) for name in found)
+    for rank in sources[label]:
+        assert rank["announced True"] == {name: list(tensor.shape) for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("label", list(VARIANTS))
+def test_a_bucket_never_gathers_much_more_than_its_size(sources: RankAnswers, label: str) -> None:
+    for only_trained in (True, False):
+        gathers = sources[label][0][f"gathers {only_trained}"]
+        assert len(gathers) == sources[label][0][f"buckets {only_trained}"] == sources[label][1][f"buckets {only_trained}"]
+        assert len(gathers) > 3
+        assert all(total <= BUCKET_BYTES + largest for total, largest in gathers)
+
+
+def test_other_ranks_gather_along_and_keep_nothing(sources: RankAnswers) -> None:
+    for label in VARIANTS:
+        assert sources[label][1]["only_trained False"] == {}
+        assert all(rank["left whole"] == 0 for rank in sources[label])
+
+
+def test_two_hundred_merges_leave_the_bits_of_the_base_weights(folder: Path) -> None:
+    main, peer = run_ranks(2, bf16_walks, folder)
+    for rank in (main, peer):
+        assert rank["unchanged"]
+        assert rank["same"]
+    assert 0.5 < main["survival"] < 2.0
+
+
+def push_run(collectives: Collectives, folder: Path, log: Path) -> dict[str, Any]:
+    config = configuration(folder, use_peft=True)
+    engines = build(collectives, config)
+    client = None
+    if collectives.is_main:
+        client = RolloutClient(RolloutProcessSpec(model_name_or_path=str(config.model.model_name_or_path), log_path=str(log)))
+        client.start()
+    try:
+        return pushes(collectives, config, engines, client)
+    finally:
+        if client is not None:
+            client.stop()
+
+
+def pushes(collectives: Collectives, config: AsyncEBFTConfig, engines: Engines, client: RolloutClient | None) -> dict[str, Any]:
+    def sync_every(interval: int) -> WeightSync:
+        source = MergedWeightSource(engines.actor.network, torch.float32, BUCKET_BYTES, collectives.is_main)
+        options: dict[str, Any] = {"dtype": "float32", "timeout": 60.0, "probe_ids": PROBE, "probe_tolerance": None, "temperature": 0.7}
+        return WeightSync(engines.actor, source, client, collectives, interval=interval, **options)
+
+    sync, answer = sync_every(1), {}
+    sync.remember_initial()
+    answer["before any push"] = failure(lambda: sync.probe(0))
+    answer["reports"], answer["versions"] = [], []
+    for version in (1, 2, 3):
+        train(collectives, config, engines, version)
+        answer["reports"].append(sync.merge_check(version))
+        answer["versions"].append((sync.pushed_version, client.policy_version if client else None))
+    answer["again"] = sync.merge_check(3)
+    answer["unmoved"] = sync.merge_check(4)
+    answer["unmoved versions"] = (sync.pushed_version, client.policy_version if client else None)
+    train(collectives, config, engines, 5)
+    started = time.monotonic()
+    answer["refused"] = refused(collectives, lambda: sync.merge_check(5))
+    answer["seconds to refuse"] = time.monotonic() - started
+    answer["version after refusal"] = (sync.pushed_version, client.policy_version if client else None)
+    answer["recovered"] = sync.merge_check(6)
+    every_second = sync_every(2)
+    every_second.pushed_version = 6
+    answer["interval"] = []
+    for version in (7, 8, 9, 10):
+        train(collectives, config, engines, version)
+        answer["interval"].append(every_second.merge_check(version).bytes > 0)
+    return answer
+
+
+def refused(collectives: Collectives, action: Any) -> str:
+    """Rank 0 announces its first tensor with a wrong shape."""
+    if not collectives.is_main:
+        return failure(action)
+    announced: list[str] = []
+
+    def wrong(name: str, dtype: str, shape: list[int]) -> TensorSpec:
+        announced.append(name)
+        return TensorSpec(name, dtype, shape if len(announced) > 1 else [*shape, 1])
+
+    push_module.TensorSpec = wrong  # type: ignore[assignment, misc]
+    try:
+        return failure(action)
+    finally:
+        push_module.TensorSpec = TensorSpec  # type: ignore[misc]
+
+
+def failure(action: Any) -> str:
+    try:
+        action()
+    except EbftError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.fixture(scope="module")
+def pushed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(2, push_run, folder, tmp_path_factory.mktemp("log") / "rollout.log")
+
+
+def test_the_engine_scores_as_the_trainer_after_every_push(pushed: list[dict[str, Any]]) -> None:
+    for rank, answer in enumerate(pushed):
+        for version, (report, versions) in enumerate(zip(answer["reports"], answer["versions"], strict=True), start=1):
+            assert report.bytes > 0
+            assert report.probe_max_gap < 1e-4
+            assert versions == (version, version if rank == 0 else None)
+
+
+def test_a_stale_engine_fails_the_probe_on_every_rank(pushed: list[dict[str, Any]]) -> None:
+    # the adapter starts out random here, so the engine's checkpoint is not what the trainer holds
+    for answer in pushed:
+        assert answer["before any push"].startswith("WeightSyncError: version 0: engine and trainer disagree")
+
+
+def test_unmoved_weights_send_nothing_but_move_the_version(pushed: list[dict[str, Any]]) -> None:
+    for rank, answer in enumerate(pushed):
+        assert answer["again"].bytes == 0
+        assert answer["again"].seconds == 0
+        assert answer["unmoved"].bytes == 0
+        assert answer["unmoved versions"] == (4, 4 if rank == 0 else None)
+
+
+def test_a_refused_push_fails_on_all_ranks_at_once_and_the_next_one_works(pushed: list[dict[str, Any]]) -> None:
+    main, peer = pushed
+    assert main["refused"].startswith("WeightSyncError")
+    assert "shape" in main["refused"]
+    assert peer["refused"].startswith("PeerError")
+    for rank, answer in enumerate(pushed):
+        assert answer["seconds to refuse"] < 20
+        assert answer["version after refusal"] == (4, 4 if rank == 0 else None)
+        assert answer["recovered"].bytes > 0
+        assert answer["recovered"].probe_max_gap < 1e-4
+
+
+def test_an_interval_of_two_pushes_every_second_step(pushed: list[dict[str, Any]]) -> None:
+    for answer in pushed:
+        assert answer["interval"] == [False, True, False, True]
