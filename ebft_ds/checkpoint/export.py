@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ebft_ds.checkpoint.space import writing
 from ebft_ds.collectives import Collectives
 from ebft_ds.engine.network import LanguageNetwork
+from ebft_ds.errors import CheckpointError, PeerError
 from ebft_ds.sync.source import MergedWeightSource
 
 logger = logging.getLogger(__name__)
@@ -40,27 +43,59 @@ def export_final(
     merged: bool,
     generation_config: GenerationConfig | None,
 ) -> Path:
-    """Collective. Writes `target` on rank 0 and returns it. With an adapter and `merged` false, only the adapter is written."""
+    """Collective. Writes `target` on rank 0 and returns it. With an adapter and `merged` false, only the adapter is written.
+
+    Raises:
+        CheckpointError (rank 0), PeerError (the others): it could not be written; a former `target` is unharmed.
+    """
     staging = target.with_name(f"{target.name}.incomplete")
     if collectives.is_main:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
     is_peft = isinstance(network.model, PeftModel)
-    with writing(staging):
-        if merged or not is_peft:
-            _write_model(network, staging, collectives, dtype, generation_config)
-        if is_peft:
-            _write_adapter(network.model, staging / "adapter" if merged else staging, collectives)
-        if collectives.is_main:
+    writes = DeferredWrites(staging)
+    if merged or not is_peft:
+        _write_model(network, staging, collectives, dtype, generation_config, writes)
+    if is_peft:
+        _write_adapter(network.model, staging / "adapter" if merged else staging, collectives, writes)
+    if collectives.is_main:
+
+        def publish() -> None:
             tokenizer.save_pretrained(staging)
             shutil.rmtree(target, ignore_errors=True)
             staging.rename(target)
-    collectives.barrier()
+
+        writes.do(publish)
+    failed = collectives.max_int(int(writes.error is not None))
+    if failed:
+        raise writes.error or PeerError("rank 0 could not write the final model; its message names the cause")
     return target
 
 
+class DeferredWrites:
+    """Rank 0's writes between collective gathers: after a failure nothing more is written, and its error waits for the last gather."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.error: CheckpointError | None = None
+
+    def do(self, write: Callable[[], None]) -> None:
+        if self.error is not None:
+            return
+        try:
+            with writing(self._folder):
+                write()
+        except CheckpointError as error:
+            self.error = error
+
+
 def _write_model(
-    network: LanguageNetwork, folder: Path, collectives: Collectives, dtype: torch.dtype, generation_config: GenerationConfig | None
+    network: LanguageNetwork,
+    folder: Path,
+    collectives: Collectives,
+    dtype: torch.dtype,
+    generation_config: GenerationConfig | None,
+    writes: DeferredWrites,
 ) -> None:
     source = MergedWeightSource(network, dtype, bucket_bytes=256 * 2**20, is_main=collectives.is_main, only_trained=False)
     shard: dict[str, Tensor] = {}
@@ -69,27 +104,32 @@ def _write_model(
     for bucket in source.buckets():
         for name, tensor in bucket:
             if shard and size + tensor.nbytes > SHARD_BYTES:
-                files[_save_shard(shard, folder, len(files))] = list(shard)
+                writes.do(partial(_save_shard, shard, folder, files))
                 shard, size = {}, 0
             shard[name] = tensor.contiguous()
             size += tensor.nbytes
             total += tensor.nbytes
     if not collectives.is_main:
         return
-    files[_save_shard(shard, folder, len(files))] = list(shard)
-    _name_shards(folder, files, total)
-    config = network.base_model.config
-    config.dtype = dtype
-    config.use_cache = True
-    config.save_pretrained(folder)
-    if generation_config is not None:
-        generation_config.save_pretrained(folder)
+
+    def finish() -> None:
+        _save_shard(shard, folder, files)
+        _name_shards(folder, files, total)
+        config = network.base_model.config
+        config.dtype = dtype
+        config.use_cache = True
+        config.save_pretrained(folder)
+        if generation_config is not None:
+            generation_config.save_pretrained(folder)
+
+    writes.do(finish)
 
 
-def _save_shard(shard: dict[str, Tensor], folder: Path, number: int) -> str:
-    name = f"part-{number}.safetensors"
+def _save_shard(shard: dict[str, Tensor], folder: Path, files: dict[str, list[str]]) -> None:
+    """Writes a shard under a preliminary name and notes in `files` what is in it."""
+    name = f"part-{len(files)}.safetensors"
     save_file(shard, folder / name, metadata={"format": "pt"})
-    return name
+    files[name] = list(shard)
 
 
 def _name_shards(folder: Path, files: dict[str, list[str]], total_bytes: int) -> None:
@@ -106,7 +146,7 @@ def _name_shards(folder: Path, files: dict[str, list[str]], total_bytes: int) ->
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
-def _write_adapter(model: PeftModel, folder: Path, collectives: Collectives) -> None:
+def _write_adapter(model: PeftModel, folder: Path, collectives: Collectives, writes: DeferredWrites) -> None:
     """PEFT's own format, from gathered parameters (its own save would write empty ZeRO-3 placeholders)."""
     state: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
@@ -117,11 +157,14 @@ def _write_adapter(model: PeftModel, folder: Path, collectives: Collectives) -> 
                 state[name] = parameter.detach().to("cpu", copy=True)
     if not collectives.is_main:
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    adapter = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in adapter.items()}, folder / "adapter_model.safetensors", metadata={"format": "pt"}
-    )
-    model.peft_config["default"].inference_mode = True
-    model.peft_config["default"].save_pretrained(folder)
-    model.peft_config["default"].inference_mode = False
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        adapter = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
+        tensors = {name: tensor.contiguous() for name, tensor in adapter.items()}
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        model.peft_config["default"].inference_mode = True
+        model.peft_config["default"].save_pretrained(folder)
+        model.peft_config["default"].inference_mode = False
+
+    writes.do(write)

@@ -7,6 +7,7 @@ have finished. The manifest is written last, by rank 0, after a barrier.
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -95,11 +96,17 @@ class CheckpointStore:
         Raises:
             CheckpointError: on every rank; made by another number of ranks, or DeepSpeed could not load it.
         """
-        manifest = read_manifest(folder)
-        if manifest.world_size != self._collectives.world_size:
+
+        def read() -> str:
+            manifest = read_manifest(folder)
+            return json.dumps([manifest.world_size, manifest.meta])
+
+        # Read once: a node that cannot see the file must not fail alone before the others enter a collective.
+        saved_ranks, meta = json.loads(self._on_main(read, "reading a checkpoint's manifest"))
+        if saved_ranks != self._collectives.world_size:
             raise CheckpointError(
-                f"{folder} was saved by {manifest.world_size} ranks and this run has {self._collectives.world_size}: "
-                f"resume with {manifest.world_size} ranks, or start a new run from the exported model"
+                f"{folder} was saved by {saved_ranks} ranks and this run has {self._collectives.world_size}: "
+                f"resume with {saved_ranks} ranks, or start a new run from the exported model"
             )
 
         def restore() -> dict[str, Any]:
@@ -114,7 +121,8 @@ class CheckpointStore:
             return {}
 
         self._on_all(restore, "loading a checkpoint")
-        return manifest.meta
+        restored: dict[str, Any] = meta
+        return restored
 
     def _on_main(self, action: Callable[[], str], what: str) -> str:
         """Runs rank 0's part and gives every rank its answer, or every rank an error."""

@@ -136,7 +136,7 @@ def failures(job: Job, store: CheckpointStore, first: Path, second: Path) -> dic
     return answer
 
 
-def no_permission(*args: Any) -> None:
+def no_permission(*args: Any, **options: Any) -> None:
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
@@ -149,9 +149,13 @@ def export(job: Job, tokenizer: Path, folder: Path) -> dict[str, Any]:
     export_module.SHARD_BYTES = 20_000
     export_final(network, loaded, folder / "sharded", collectives, merged=True, **options)
     export_module.SHARD_BYTES = whole
+    saving = export_module.save_file
+    export_module.save_file = no_permission
+    full_disk = failure(lambda: export_final(network, loaded, folder / "final", collectives, merged=True, **options))
+    export_module.save_file = saving
     if job.config.peft.use_peft:
         export_final(network, loaded, folder / "adapter only", collectives, merged=False, **options)
-    return {"log_probs": job.log_probs()}
+    return {"log_probs": job.log_probs(), "export failed": full_disk}
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +235,16 @@ def log_probs(network: Any) -> Tensor:
     with torch.no_grad():
         table = torch.log_softmax(network(torch.tensor([PROBE])).logits[0, :-1], dim=-1)
     return table.gather(1, torch.tensor(PROBE[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_an_export_that_cannot_be_written_fails_on_all_ranks_and_keeps_the_former(
+    answers: RankAnswers, folders: dict[str, Path], mode: str
+) -> None:
+    first, second = (answer["export failed"] for answer in answers[mode])
+    assert first[0] == "CheckpointError"
+    assert second[0] == "PeerError"
+    assert (folders[mode] / "final" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("mode", list(MODES))
