@@ -49,11 +49,15 @@ def export_final(
         CheckpointError (rank 0), PeerError (the others): it could not be written; a former `target` is unharmed.
     """
     staging = target.with_name(f"{target.name}.incomplete")
-    if collectives.is_main:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-    is_peft = isinstance(network.model, PeftModel)
     writes = DeferredWrites(staging)
+    if collectives.is_main:
+
+        def begin() -> None:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+
+        writes.do(begin)
+    is_peft = isinstance(network.model, PeftModel)
     if merged or not is_peft:
         _write_model(network, staging, collectives, dtype, generation_config, writes)
     if is_peft:

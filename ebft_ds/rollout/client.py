@@ -115,10 +115,10 @@ class RolloutClient:
         self._version = version
         return version
 
-    def abort_update(self) -> None:
+    def abort_update(self, timeout: float | None = None) -> None:
         """Drop what was sent; the old weights serve on."""
         self._open_update = None
-        self._request(messages.AbortUpdate(self._link.new_id()), self.spec.timeout)
+        self._request(messages.AbortUpdate(self._link.new_id()), self.spec.timeout if timeout is None else timeout)
 
     def score(self, token_ids: Sequence[int], temperature: float, timeout: float) -> list[float]:
         """Log-probs of token_ids[1:] by the engine at this temperature, without filters (for the probe)."""

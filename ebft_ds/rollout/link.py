@@ -16,6 +16,7 @@ from ebft_ds.rollout.spec import RolloutProcessSpec
 from ebft_ds.rollout.wire import Channel, ChannelClosed, ChannelTimeout
 from ebft_ds.types import RolloutGroup, RolloutRequest
 
+SILENCE_SECONDS = 30.0
 CHECK_SECONDS = 0.25
 """Longest time between two looks at the process while waiting."""
 FAREWELL_SECONDS = 2.0
@@ -170,8 +171,10 @@ class Link:
         now, limit = time.monotonic(), self._spec.timeout
         if self._ready is None:
             return
-        if now - self._last_sign > limit:
-            raise self._lose(RolloutError(f"no sign of life from the rollout process for {limit:g} s (rollout_timeout).{self._log()}"))
+        # Heartbeats have a thread of their own: a process that misses them is frozen, however slow its work may be.
+        quiet = min(limit, max(SILENCE_SECONDS, 40 * self._spec.heartbeat_interval))
+        if now - self._last_sign > quiet:
+            raise self._lose(RolloutError(f"no sign of life from the rollout process for {quiet:g} s.{self._log()}"))
         if self._pending and now - self._last_progress > limit:
             waiting = f"{len(self._pending)} prompts pending"
             raise self._lose(RolloutError(f"no progress in rollouts for {limit:g} s (rollout_timeout), {waiting}.{self._log()}"))

@@ -33,7 +33,9 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
     arguments = parser.parse_args()
     tie_to_parent(arguments.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to handle: it saves first, then stops us
+    # A stop is rank 0's to handle: it saves first, then stops us. DeepSpeed's launcher and Slurm signal every descendant.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(arguments.fd, False)
     return serve(socket.socket(fileno=arguments.fd))
 

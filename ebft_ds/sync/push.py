@@ -6,6 +6,7 @@ lost push raises on every rank at the same place, and no rank is left alone in a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,10 @@ from ebft_ds.sync.source import MergedWeightSource
 logger = logging.getLogger(__name__)
 
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
-"""Largest mean |trainer - engine| log-prob gap, in nats, by the engine's dtype. Measured gaps: float32 3e-5, bf16 0.03-0.08."""
+"""Largest mean |trainer - engine| log-prob gap, in nats, by dtype; the coarser one counts. Measured gaps: float32 3e-5, bf16 0.03-0.08."""
+
+
+ABORT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,9 @@ class WeightSync:
     Args:
         client: rank 0's client; None on the other ranks.
         interval: optimizer steps between merge checks.
-        dtype: of the tensors as sent (the engine's).
+        dtype: of the tensors as sent (the engine's). trainer_dtype: that the trainer computes in.
         probe_ids: fixed sequence that trainer and engine both score; None: no probe.
-        probe_tolerance: largest mean log-prob gap; None: by dtype.
+        probe_tolerance: largest mean log-prob gap; None: by the dtypes.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class WeightSync:
         *,
         interval: int,
         dtype: str,
+        trainer_dtype: str,
         timeout: float,
         probe_ids: Sequence[int] | None,
         probe_tolerance: float | None,
@@ -74,7 +79,7 @@ class WeightSync:
         self._dtype = dtype
         self._timeout = timeout
         self._probe_ids = list(probe_ids) if probe_ids is not None else None
-        self._tolerance = probe_tolerance if probe_tolerance is not None else PROBE_TOLERANCE[dtype]
+        self._tolerance = probe_tolerance if probe_tolerance is not None else max(PROBE_TOLERANCE[dtype], PROBE_TOLERANCE[trainer_dtype])
         self._temperature = temperature
         self.pushed_version = 0
         """Version that the engine has confirmed."""
@@ -133,7 +138,8 @@ class WeightSync:
         worst = self._collectives.max_int(code)
         if error is not None:
             if self._client is not None and not isinstance(error, RolloutError):
-                self._client.abort_update()
+                with contextlib.suppress(EbftError):  # the push's own error is the one to report
+                    self._client.abort_update(ABORT_SECONDS)
             raise error
         if worst:
             raise PeerError(f"rank 0 failed while {what}; its message names the cause")

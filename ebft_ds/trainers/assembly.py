@@ -276,6 +276,7 @@ def _build_sync(
         collectives,
         interval=rollout.vllm_merge_check_interval,
         dtype=dtype,
+        trainer_dtype=config.model.dtype,
         timeout=rollout.sync_timeout,
         probe_ids=(first.token_ids + first.reference_ids)[-PROBE_TOKENS:] if rollout.sync_probe else None,
         probe_tolerance=rollout.sync_probe_tolerance,
@@ -317,5 +318,4 @@ def _build_evaluation(
         checked.tokenizer,
         collectives,
         batch_size=config.run.per_device_train_batch_size,
-        timeout=config.rollout.rollout_timeout * 2,
     )

@@ -114,6 +114,7 @@ class AsyncEBFTTrainer:
             self._parts = None
 
     def _build(self, *, record: bool = True) -> RunParts:
+        self.state, self._feed_state, self._engine_checked = TrainerState(), {}, False
         prepared = prepare_run(self.args, self._inputs, record=record)
         self.args = prepared.config
         self._objectives = FurtherObjectives(self.args.loss.reward_funcs, self._reward_functions, self.args)
@@ -136,6 +137,7 @@ class AsyncEBFTTrainer:
         control = TrainerControl()
         for callback in self.callbacks:
             callback.on_train_begin(self.state, control)
+        control.should_stop = bool(parts.collectives.max_int(int(control.should_stop)))
         self._feed_state = parts.desk.state_dict()
         try:
             self._bring_engine_up_to_date(parts)
@@ -155,7 +157,7 @@ class AsyncEBFTTrainer:
         step = self.state.step
         metrics, timer = MetricsAccumulator(), self._report.timer
         rl_coef, ce_coef = self._coefficients(step)
-        if rl_coef == 0:
+        if not self._rolls_out(step):
             prompts = parts.desk.references(self._reference_count(parts, step))
             with timer("policy"):
                 parts.policy.on_references(step, prompts, ce_coef=ce_coef, metrics=metrics)
@@ -176,7 +178,7 @@ class AsyncEBFTTrainer:
         self.state.step += 1
         self.state.prompts_seen += seen
         with timer("sync"):
-            sync = parts.sync.merge_check(self.state.step) if rl_coef > 0 else SyncReport()
+            sync = parts.sync.merge_check(self.state.step) if self._rolls_out(step) else SyncReport()
         self._feed_state = parts.desk.state_dict()
         self._report.step(self.state, metrics, sync, grad_norm, learning_rate, self.callbacks, control)
         self._after_step(parts, control)
@@ -194,6 +196,10 @@ class AsyncEBFTTrainer:
             step, warm_start_steps=loss.warm_start_steps, ebft_ce_coef=method.ebft_ce_coef, ce_decay_steps=loss.ce_decay_steps
         )
         return rl_coef, ce_coef
+
+    def _rolls_out(self, step: int) -> bool:
+        """Whether a step trains on completions (else: on references alone)."""
+        return self.args.method.ebft_rl_coef > 0 and not in_warm_start(step, warm_start_steps=self.args.loss.warm_start_steps)
 
     def _reference_count(self, parts: RunParts, step: int) -> int:
         warm = in_warm_start(step, warm_start_steps=self.args.loss.warm_start_steps)
@@ -233,12 +239,11 @@ class AsyncEBFTTrainer:
         """Before the first rollouts of this process: the engine must hold the trainer's weights, and the probe must agree."""
         if self._engine_checked:
             return
-        rl_coef, _ = self._coefficients(self.state.step)
         if self.state.step == 0:
             parts.sync.probe(0)
-        elif rl_coef > 0 or self.state.step >= self.state.total_steps:
+        elif self._rolls_out(self.state.step) or self.state.step >= self.state.total_steps:
             parts.sync.merge_check(self.state.step, force=True)
-        self._engine_checked = rl_coef > 0
+        self._engine_checked = self._rolls_out(self.state.step)
 
     def _evaluate(self, parts: RunParts) -> EvalResult | None:
         if parts.evaluation is None:
@@ -283,9 +288,9 @@ class AsyncEBFTTrainer:
 
     def _finish(self, parts: RunParts) -> None:
         self._call("on_train_end")
-        after = self._evaluate(parts) if self.args.monitor.eval_at_end else None
         if self.args.checkpoint.save_at_end:
-            self._save(parts)
+            self._save(parts)  # before anything that only looks at the result
+        after = self._evaluate(parts) if self.args.monitor.eval_at_end else None
         if self.args.checkpoint.export_final:
             assert self.args.run.output_dir is not None
             self._export(parts, Path(self.args.run.output_dir) / "final")

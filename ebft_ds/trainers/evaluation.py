@@ -40,7 +40,6 @@ class HeldOutEvaluation:
         collectives: Collectives,
         *,
         batch_size: int,
-        timeout: float,
     ) -> None:
         self.prompts = list(prompts)
         self._make_request = make_request
@@ -51,11 +50,10 @@ class HeldOutEvaluation:
         self._tokenizer = tokenizer
         self._collectives = collectives
         self._batch_size = batch_size
-        self._timeout = timeout
 
     def run(self) -> tuple[EvalResult, list[RolloutGroup]]:
         """The numbers and the completions they were measured on."""
-        groups = self._desk.roll_out([self._make_request(prompt) for prompt in self.prompts], self._timeout)
+        groups = self._desk.roll_out([self._make_request(prompt) for prompt in self.prompts])
         trained, other = self._scorer.score(groups), self._other.score(groups)
         if not bool(trained.rewards.mask.any()):
             raise DataError("evaluation: no completion holds a token; check stop_token_ids")

@@ -45,7 +45,8 @@ class RunReport:
         self.timer = StepTimer(synchronize=torch.cuda.synchronize if cuda else None)
         self.before: EvalResult | None = None
         self._memory = PeakMemory(take_cuda_peak if cuda else None)
-        self._dropped_before = 0
+        stats = parts.desk.stats()
+        self._dropped_before = stats.dropped if stats is not None else 0
         self._step_seconds = 0.0
         self._device_name = torch.cuda.get_device_name() if cuda else None
         parameters = list(parts.engines.actor.network.parameters())

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ebft_ds.collectives import Collectives
-from ebft_ds.errors import EbftError, PeerError, Preempted, RolloutError
+from ebft_ds.errors import EbftError, PeerError, Preempted
 from ebft_ds.rollout.client import RolloutClient
 from ebft_ds.rollout.feed import FeedStats, RolloutFeed
 from ebft_ds.trainers.stop_signal import StopSignal
@@ -66,10 +66,10 @@ class RolloutDesk:
             except EbftError as caught:
                 error = caught
             stop, failed, is_done = self._collectives.max_ints([int(self._stop.requested), int(error is not None), int(done)])
+            if stop:  # first: whoever stops the ranks may have stopped the rollout process as well
+                raise Preempted("a stop signal arrived while waiting for rollouts")
             if failed:
                 raise error or PeerError("the rollout side failed; rank 0's message names the cause")
-            if stop:
-                raise Preempted("a stop signal arrived while waiting for rollouts")
             if is_done:
                 return
             if time.monotonic() - reported > REPORT_SECONDS:
@@ -84,34 +84,36 @@ class RolloutDesk:
         return feed.ready(version)
 
     def _hand_out(self, version: int) -> list[RolloutGroup]:
-        groups: list[RolloutGroup] | None = None
-        if self._feed is not None:
+        def take() -> list[RolloutGroup] | None:
+            if self._feed is None:
+                return None
             groups = self._feed.take(version)
             self._feed.top_up(version)  # keeps the engine busy while the ranks train
-        return self._collectives.broadcast(groups, list[RolloutGroup])
+            return groups
+
+        return self._collectives.broadcast(self.on_main(take), list[RolloutGroup])
 
     def references(self, count: int) -> list[Prompt]:
         """Collective: the next `count` prompts of the stream, for their references alone."""
         return self._collectives.broadcast(self._feed.take_references(count) if self._feed is not None else None, list[Prompt])
 
-    def roll_out(self, requests: Sequence[RolloutRequest], timeout: float) -> list[RolloutGroup]:
-        """Collective: completions for evaluation prompts (negative indices), in the order of the requests. Raises like `next_groups`."""
+    def roll_out(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
+        """Collective: completions for evaluation prompts (negative indices), in the order of the requests. Raises like `next_groups`.
+
+        There is no deadline but the client's own: a process without progress is lost, a slow one is waited for.
+        """
         feed = self._feed
-        deadline = time.monotonic() + timeout
         self.on_main(lambda: feed.begin_evaluation(requests) if feed is not None else None)
 
         def advance() -> bool:
             if feed is None:
                 return False
-            if time.monotonic() > deadline:
-                done = len(requests) - feed.evaluation_pending
-                raise RolloutError(f"evaluation rollouts: {done} of {len(requests)} prompts done after {timeout:g} s")
             feed.poll(WAIT_SLICE)
             return feed.evaluation_pending == 0
 
         groups: list[RolloutGroup] | None = None
         try:
-            self._wait(advance, lambda: None)
+            self._wait(advance, lambda: logger.info("evaluation: %d prompts to come", feed.evaluation_pending if feed is not None else 0))
         finally:
             if feed is not None:
                 groups = feed.end_evaluation()
@@ -139,10 +141,10 @@ class RolloutDesk:
             except EbftError as caught:
                 error = caught
         stop, failed = self._collectives.max_ints([int(self._stop.requested), int(error is not None)])
-        if failed:
-            raise error or PeerError("the rollout side failed; rank 0's message names the cause")
         if stop:
             raise Preempted("a stop signal arrived")
+        if failed:
+            raise error or PeerError("the rollout side failed; rank 0's message names the cause")
 
     def stats(self) -> FeedStats | None:
         """Rank 0's counters."""

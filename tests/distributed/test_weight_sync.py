@@ -206,7 +206,14 @@ def push_run(collectives: Collectives, folder: Path, log: Path) -> dict[str, Any
 def pushes(collectives: Collectives, config: AsyncEBFTConfig, engines: Engines, client: RolloutClient | None) -> dict[str, Any]:
     def sync_every(interval: int) -> WeightSync:
         source = MergedWeightSource(engines.actor.network, torch.float32, BUCKET_BYTES, collectives.is_main)
-        options: dict[str, Any] = {"dtype": "float32", "timeout": 60.0, "probe_ids": PROBE, "probe_tolerance": None, "temperature": 0.7}
+        options: dict[str, Any] = {
+            "dtype": "float32",
+            "trainer_dtype": "float32",
+            "timeout": 60.0,
+            "probe_ids": PROBE,
+            "probe_tolerance": None,
+            "temperature": 0.7,
+        }
         return WeightSync(engines.actor, source, client, collectives, interval=interval, **options)
 
     sync, answer = sync_every(1), {}
