@@ -72,6 +72,8 @@ def export_final(
         writes.do(publish)
     failed = collectives.max_int(int(writes.error is not None))
     if failed:
+        if collectives.is_main:
+            shutil.rmtree(staging, ignore_errors=True)  # frees a full disk; half a model is of no use
         raise writes.error or PeerError("rank 0 could not write the final model; its message names the cause")
     return target
 
