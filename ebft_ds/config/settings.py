@@ -95,6 +95,8 @@ def _add_section(layer: Layer, setting: Setting, section: str, base: Layer) -> N
 
 def _add_field(layer: Layer, setting: Setting, section: str | None, key: str, base: Layer) -> None:
     head, _, inner = key.partition(".")
+    if section == "vllm" and f"vllm_{head}" in FIELDS:
+        head = f"vllm_{head}"  # the section says it already
     name = head if head in FIELDS else ALIASES.get(head)
     if name is None:
         note = judge_foreign(head, setting.value, str(setting.source))

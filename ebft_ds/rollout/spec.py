@@ -6,6 +6,26 @@ from typing import Any, Literal
 
 import msgspec
 
+from ebft_ds.sidecar.address import ServerAddress
+
+
+class VllmClientSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How the rollout process talks to vLLM servers."""
+
+    servers: list[ServerAddress]
+    run_token: str
+    """See ebft_ds.sidecar.versions: only tokens sampled by versions of this run are taken."""
+    adapter_alias: str | None = None
+    """Set in `sync_mode: adapter`: requests name the adapter `<alias>-v<version>`, which the servers have loaded."""
+    request_timeout: float = 600.0
+    request_retries: int = 5
+    """Further attempts at a request that got no answer, or an answer from another version."""
+    max_concurrency: int | None = None
+    """Most requests in flight at one server; None: adaptive."""
+    reconnect_timeout: float = 25.0
+    """Seconds without any usable server, while work is pending, until the engine raises RolloutError."""
+
+
 
 class RolloutProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How to start the rollout process and what it loads."""
@@ -16,7 +36,9 @@ class RolloutProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     device: str = "cpu"
     attn_implementation: str = "sdpa"
-    engine: Literal["transformers"] = "transformers"
+    engine: Literal["transformers", "vllm"] = "transformers"
+    vllm: VllmClientSpec | None = None
+    """Required by engine `vllm`."""
     batch_size: int = 64
     """Most sequences decoded at once."""
     threads: int = 1
