@@ -100,10 +100,10 @@ def embedded_engine(model: Path) -> str:
     """The embedded rollout engine on the GPU: its log-probs are a plain forward's."""
     from transformers import AutoModelForCausalLM
 
-    from ebft_ds.rollout.engine import make_engine
     from ebft_ds.rollout.spec import RolloutProcessSpec
+    from ebft_ds.rollout.transformers_engine import TransformersEngine
 
-    engine = make_engine(RolloutProcessSpec(model_name_or_path=str(model), dtype="float32", device="cuda:0", log_path=os.devnull))
+    engine = TransformersEngine(RolloutProcessSpec(model_name_or_path=str(model), dtype="float32", device="cuda:0", log_path=os.devnull))
     engine.start()
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     reports = []

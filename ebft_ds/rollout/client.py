@@ -12,6 +12,7 @@ from torch import Tensor
 from ebft_ds.errors import RolloutError, WeightSyncError
 from ebft_ds.rollout import messages
 from ebft_ds.rollout.child import Child
+from ebft_ds.rollout.engine import ServerCounts
 from ebft_ds.rollout.link import Link
 from ebft_ds.rollout.loop import LoopHealth
 from ebft_ds.rollout.manifest import TensorSpec, WeightManifest
@@ -63,7 +64,7 @@ class RolloutClient:
 
     @property
     def expected_weights(self) -> list[TensorSpec]:
-        """Names, dtypes and shapes of a complete push, as the engine reported them."""
+        """Names, dtypes and shapes of a complete push, as the embedded engine reported them; empty for vLLM servers."""
         return self._started.expected_weights
 
     @property
@@ -119,6 +120,22 @@ class RolloutClient:
         """Drop what was sent; the old weights serve on."""
         self._open_update = None
         self._request(messages.AbortUpdate(self._link.new_id()), self.spec.timeout if timeout is None else timeout)
+
+    def expect_version(self, version: PolicyVersion) -> None:
+        """Before a push of `version` to vLLM servers: its tokens are taken from now on, beside those of the current version."""
+        self._request(messages.ExpectVersion(self._link.new_id(), version), self.spec.timeout)
+
+    def confirm_version(self, version: PolicyVersion) -> None:
+        """After the push: `policy_version` is `version`, the loop is told, and new requests go only to servers that report it.
+
+        Older tokens of this run, in requests that were in flight, stay valid. Needs no `expect_version` before it.
+        """
+        self._request(messages.ConfirmVersion(self._link.new_id(), version), self.spec.timeout)
+        self._version = version
+
+    def servers(self) -> ServerCounts | None:
+        """How the engine's servers are doing, from the last heartbeat; None without servers, or before the first heartbeat."""
+        return self._link.servers()
 
     def score(self, token_ids: Sequence[int], temperature: float, timeout: float) -> list[float]:
         """Log-probs of token_ids[1:] by the engine at this temperature, without filters (for the probe)."""

@@ -19,10 +19,9 @@ import msgspec
 from ebft_ds.errors import EbftError, RolloutError, WeightSyncError
 from ebft_ds.rollout import messages
 from ebft_ds.rollout.driver import EngineDriver
-from ebft_ds.rollout.engine import RolloutEngine, make_engine
+from ebft_ds.rollout.engine import RolloutEngine, VersionFollower, WeightReceiver, make_engine
 from ebft_ds.rollout.loop import LoopContext, LoopHealth, RolloutLoop, load_loop
 from ebft_ds.rollout.spec import RolloutProcessSpec
-from ebft_ds.rollout.tensors import from_bytes
 from ebft_ds.rollout.wire import Channel, ChannelClosed
 
 LOOP_POLL_SECONDS = 0.02
@@ -52,7 +51,8 @@ class RolloutHost:
         self._driver.start().result()
         self._loop = self._make_loop(self._context())
         self._loop.start()
-        self._channel.send(messages.Ready(self._engine.policy_version, self._engine.vocab_size, self._engine.expected_weights()))
+        weights = self._engine.expected_weights() if isinstance(self._engine, WeightReceiver) else []
+        self._channel.send(messages.Ready(self._engine.policy_version, self._engine.vocab_size, weights))
         while not self._stopping:
             self._cycle(self._loop)
         self._loop.stop()
@@ -103,7 +103,9 @@ class RolloutHost:
         pause = threading.Event()
         try:
             while not pause.wait(self._spec.heartbeat_interval):
-                self._channel.send(messages.Heartbeat(self._engine.policy_version, self._engine.tokens_generated, self._health))
+                servers = self._engine.servers() if isinstance(self._engine, VersionFollower) else None
+                version, tokens = self._engine.policy_version, self._engine.tokens_generated
+                self._channel.send(messages.Heartbeat(version, tokens, self._health, servers))
         except ChannelClosed:
             pass  # the reader sees it too and ends the process
 
@@ -116,15 +118,19 @@ class RolloutHost:
             case messages.Cancel(indices=indices):
                 loop.cancel(indices)
             case messages.BeginUpdate(id=id, manifest=manifest):
-                self._answer_now(id, lambda: self._engine.begin_update(manifest))
+                self._answer_now(id, lambda: self._receiver.begin_update(manifest))
             case messages.Bucket(id=id, tensors=specs):
                 self._answer_now(id, lambda: self._receive(specs, payload))
             case messages.AbortUpdate(id=id):
-                self._answer_now(id, self._engine.abort_update)
+                self._answer_now(id, lambda: self._receiver.abort_update())
             case messages.FinishUpdate(id=id, version=version):
-                self._answer_later(id, lambda: self._engine.finish_update(version), then=lambda: loop.set_policy_version(version))
+                self._answer_later(id, lambda: self._receiver.finish_update(version), then=lambda: loop.set_policy_version(version))
+            case messages.ExpectVersion(id=id, version=version):
+                self._answer_later(id, lambda: self._follower.expect_version(version))
+            case messages.ConfirmVersion(id=id, version=version):
+                self._answer_later(id, lambda: self._follower.confirm_version(version), then=lambda: loop.set_policy_version(version))
             case messages.Score(id=id, token_ids=token_ids, temperature=temperature):
-                self._answer_later(id, lambda: self._engine.score(token_ids, temperature))
+                self._answer_later(id, lambda: self._receiver.score(token_ids, temperature))
             case messages.GetState(id=id):
                 self._answer_now(id, loop.state_dict)
             case messages.LoadState(id=id, state=state):
@@ -134,12 +140,26 @@ class RolloutHost:
             case _:
                 raise RolloutError(f"unexpected message {message!r}")
 
+    @property
+    def _receiver(self) -> WeightReceiver:
+        if isinstance(self._engine, WeightReceiver):
+            return self._engine
+        raise WeightSyncError(f"engine {self._spec.engine!r} takes no weights from the rollout process: push to the servers")
+
+    @property
+    def _follower(self) -> VersionFollower:
+        if isinstance(self._engine, VersionFollower):
+            return self._engine
+        raise WeightSyncError(f"engine {self._spec.engine!r} has no servers: push its weights with begin_update")
+
     def _receive(self, specs: list[Any], payload: bytearray) -> None:
+        from ebft_ds.rollout.tensors import from_bytes  # torch: not needed where weights never come this way
+
         try:
             tensors = from_bytes(specs, payload)
         except ValueError as error:
             raise WeightSyncError(f"a bucket of weights is damaged: {error}") from error
-        self._engine.receive(tensors)
+        self._receiver.receive(tensors)
 
     def _answer_now(self, id: int, work: Callable[[], Any]) -> None:
         done: Future[Any] = Future()
@@ -166,7 +186,7 @@ class RolloutHost:
             return
         if not isinstance(error, EbftError):
             raise error
-        if isinstance(error, WeightSyncError):
+        if isinstance(error, WeightSyncError) and isinstance(self._engine, WeightReceiver):
             self._engine.abort_update()
         self._channel.send(messages.Refused(id, type(error).__name__, str(error)))
 

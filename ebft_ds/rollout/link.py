@@ -11,6 +11,7 @@ from typing import Any
 from ebft_ds.errors import ConfigError, EbftError, ModelError, RolloutError, WeightSyncError
 from ebft_ds.rollout import messages
 from ebft_ds.rollout.child import Child
+from ebft_ds.rollout.engine import ServerCounts
 from ebft_ds.rollout.loop import LoopHealth
 from ebft_ds.rollout.spec import RolloutProcessSpec
 from ebft_ds.rollout.wire import Channel, ChannelClosed, ChannelTimeout
@@ -42,6 +43,7 @@ class Link:
         self._groups: list[RolloutGroup] = []
         self._awaited: dict[int, messages.Reply | messages.Refused | None] = {}
         self._health = LoopHealth(progress=0, pending=0)
+        self._servers: ServerCounts | None = None
         self._progress: tuple[int, int] = (0, 0)
         self._last_sign = self._last_progress = time.monotonic()
         self._reader = threading.Thread(target=self._read, name="rollout-client", daemon=True)
@@ -104,6 +106,11 @@ class Link:
         self.check()
         with self._changed:
             return self._health
+
+    def servers(self) -> ServerCounts | None:
+        self.check()
+        with self._changed:
+            return self._servers
 
     def check(self) -> None:
         """Raise if the process is lost."""
@@ -205,8 +212,8 @@ class Link:
     def _take_in(self, message: Any) -> None:
         self._last_sign = time.monotonic()
         match message:
-            case messages.Heartbeat(tokens_generated=tokens, health=health):
-                self._health = health
+            case messages.Heartbeat(tokens_generated=tokens, health=health, servers=servers):
+                self._health, self._servers = health, servers
                 if (tokens, health.progress) != self._progress:
                     self._progress = (tokens, health.progress)
                     self._last_progress = self._last_sign

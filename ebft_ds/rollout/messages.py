@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from ebft_ds.rollout.engine import ServerCounts
 from ebft_ds.rollout.loop import LoopHealth
 from ebft_ds.rollout.manifest import TensorSpec, WeightManifest
 from ebft_ds.rollout.spec import RolloutProcessSpec
@@ -51,6 +52,16 @@ class Score(msgspec.Struct, tag=True):
     temperature: float
 
 
+class ExpectVersion(msgspec.Struct, tag=True):
+    id: int
+    version: int
+
+
+class ConfirmVersion(msgspec.Struct, tag=True):
+    id: int
+    version: int
+
+
 class GetState(msgspec.Struct, tag=True):
     id: int
 
@@ -68,6 +79,7 @@ class Ready(msgspec.Struct, tag=True):
     version: int
     vocab_size: int
     expected_weights: list[TensorSpec]
+    """Empty for an engine over servers."""
 
 
 class Groups(msgspec.Struct, tag=True):
@@ -78,6 +90,8 @@ class Heartbeat(msgspec.Struct, tag=True):
     version: int
     tokens_generated: int
     health: LoopHealth
+    servers: ServerCounts | None = None
+    """None: no servers behind this engine."""
 
 
 class Reply(msgspec.Struct, tag=True):
@@ -101,6 +115,6 @@ class Failed(msgspec.Struct, tag=True):
     traceback: str
 
 
-ToProcess = Start | Submit | Cancel | BeginUpdate | Bucket | FinishUpdate | AbortUpdate | Score | GetState | LoadState | Stop
 PartOfUpdate = BeginUpdate | Bucket | FinishUpdate | AbortUpdate
+ToProcess = Start | Submit | Cancel | PartOfUpdate | ExpectVersion | ConfirmVersion | Score | GetState | LoadState | Stop
 FromProcess = Ready | Groups | Heartbeat | Reply | Refused | Failed

@@ -26,7 +26,6 @@ class VllmClientSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without any usable server, while work is pending, until the engine raises RolloutError."""
 
 
-
 class RolloutProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How to start the rollout process and what it loads."""
 

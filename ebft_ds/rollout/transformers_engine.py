@@ -28,7 +28,7 @@ SCORE_CHUNK = 512
 
 
 class TransformersEngine:
-    """RolloutEngine over AutoModelForCausalLM."""
+    """RolloutEngine and WeightReceiver over AutoModelForCausalLM."""
 
     def __init__(self, spec: RolloutProcessSpec, *, prefill_tokens: int = PREFILL_TOKENS) -> None:
         self._spec = spec
