@@ -1,73 +1,64 @@
 """The weights as a rollout engine or an export wants them: checkpoint names, merged, read from ZeRO-3 shards bucket by bucket.
 
 Every rank walks the same buckets and gathers together; rank 0 copies what it will send. Copies leave the gather before anything
-is sent, so a slow receiver never holds parameters gathered. Memory: one bucket's parameters gathered plus the copies.
+is sent, so a slow receiver never holds parameters gathered. A consumer that still holds one bucket while it asks for the next
+keeps three of them alive (that one, the gathered parameters, their copies): a bucket is closed at two thirds of `bucket_bytes`, so
+that all of it stays within two `bucket_bytes` plus the largest tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import deepspeed
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from ebft_ds.engine.network import LanguageNetwork
 from ebft_ds.errors import WeightSyncError
-from ebft_ds.sync.merge import merged_weight
+from ebft_ds.sync.merge import MergeLoss, merge
+from ebft_ds.sync.names import CheckpointUnit, checkpoint_units
+from ebft_ds.sync.slots import ADAPTER, Slot, model_slots
 
-ADAPTER = "default"
+FILL = 2 / 3
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of a push: where it comes from and what it is called."""
+    """One tensor of a push, as it is called and shaped in the checkpoint."""
 
     name: str
-    parameters: list[nn.Parameter]
-    """All that must be gathered for it; the first one has the tensor's shape."""
-    layer: LoraLayer | None
-    """Set: merged from this layer. None: the first parameter itself."""
+    shape: list[int]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is gathered, converted and copied together."""
+
+    unit: CheckpointUnit
+    slots: list[Slot]
 
     @property
-    def shape(self) -> list[int]:
-        return list(full_shape(self.parameters[0]))
+    def parameters(self) -> list[nn.Parameter]:
+        return list({id(p): p for slot in self.slots for p in slot.parameters}.values())
 
-    @property
-    def numel(self) -> int:
-        """Full size: `numel()` of a partitioned parameter is 0."""
-        return sum(full_numel(p) for p in self.parameters)
-
-
-@dataclass
-class MergeLoss:
-    """What rounding the merged weights costs: |cast(W + delta) - W| / |delta|, over all merged tensors."""
-
-    kept_squared: float = 0.0
-    delta_squared: float = 0.0
-
-    @property
-    def delta_survival(self) -> float | None:
-        """None before anything was merged, or while every delta is 0."""
-        return (self.kept_squared / self.delta_squared) ** 0.5 if self.delta_squared > 0 else None
-
-    def add(self, weight: Tensor, merged: Tensor, cast: Tensor) -> None:
-        if cast.dtype == torch.float32:  # nothing is rounded, and the norms of whole weights are not free
-            self.kept_squared = self.delta_squared = 1.0
-            return
-        self.kept_squared += float(torch.linalg.vector_norm(cast.float() - weight)) ** 2
-        self.delta_squared += float(torch.linalg.vector_norm(merged - weight)) ** 2
+    def bytes_needed(self, dtype: torch.dtype) -> int:
+        """Gathered or copied, whichever is more. `numel()` of a partitioned parameter is 0: full sizes count."""
+        gathered = sum(full_numel(p) * p.element_size() for p in self.parameters)
+        return max(gathered, sum(full_numel(slot.tensor) for slot in self.slots) * dtype.itemsize)
 
 
-def full_shape(parameter: nn.Parameter) -> torch.Size:
+def full_shape(parameter: Tensor) -> torch.Size:
     """Shape of the whole parameter, partitioned or not."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
-def full_numel(parameter: nn.Parameter) -> int:
+def full_numel(parameter: Tensor) -> int:
     numel: int = getattr(parameter, "ds_numel", parameter.numel())
     return numel
 
@@ -77,8 +68,11 @@ class MergedWeightSource:
     """Merged weights of a network in `dtype`.
 
     Args:
+        bucket_bytes: size of a bucket; a tensor that is larger makes one by itself.
         only_trained: leave out what cannot have changed (frozen weights without an adapter on them).
-        bucket_bytes: a bucket closes when it reaches this many bytes of gathered parameters.
+        whole_modules: with a trained tensor, also bring the rest of its attention, MLP or expert block: engines that fuse such
+            tensors cannot take a part of them.
+        device: where rank 0's copies go.
     """
 
     network: LanguageNetwork
@@ -86,83 +80,90 @@ class MergedWeightSource:
     bucket_bytes: int
     is_main: bool
     only_trained: bool = True
+    whole_modules: bool = False
+    device: torch.device = CPU
     loss: MergeLoss = field(default_factory=MergeLoss)
+    """What rounding to `dtype` cost in the last walk."""
+    peak_gathered_bytes: int = 0
+    """Most bytes of parameters that one gather of the last walk held."""
+    _all_parts: list[_Part] | None = None
 
-    def pieces(self) -> list[Piece]:
-        """Every tensor of a push, in model order. Tied weights appear once, under their first name."""
-        seen: set[int] = set()
-        pieces = []
-        for prefix, module in self.network.base_model.named_modules():
-            for piece in _pieces_of(prefix, module):
-                target = piece.parameters[0]
-                if id(target) in seen:
-                    continue
-                seen.add(id(target))
-                if piece.layer is not None or target.requires_grad or not self.only_trained:
-                    pieces.append(piece)
-        if not pieces:
+    def pieces(self, *, complete: bool = False) -> list[Piece]:
+        """Every tensor of a push, in the order in which the buckets bring them. Tied weights appear once.
+
+        `complete`: all of the model, whatever is trained.
+
+        Raises:
+            WeightSyncError: nothing to push, or a parameter that has no place in the checkpoint's format (named).
+        """
+        return [Piece(name, shape) for part in self._parts(complete) for name, shape in part.unit.shapes.items()]
+
+    def buckets(self, *, complete: bool = False) -> Generator[list[tuple[str, Tensor]], None, None]:
+        """Collective. Named contiguous tensors on rank 0; empty lists elsewhere, as many as rank 0 has buckets.
+
+        Nothing is gathered while the caller has a bucket: it may be abandoned (closed) at any one of them.
+        """
+        self.loss, self.peak_gathered_bytes = MergeLoss(), 0
+        for bucket in self._packed(complete):
+            yield self._read(bucket)  # no name for it here: it must be gone when its receiver drops it
+
+    def _parts(self, complete: bool) -> list[_Part]:
+        if self._all_parts is None:
+            slots = {slot.name: slot for slot in model_slots(self.network.base_model)}
+            units = checkpoint_units(self.network.base_model, {name: full_shape(slot.tensor) for name, slot in slots.items()})
+            self._all_parts = [_Part(unit, [slots[name] for name in unit.members]) for unit in units]
+        if complete or not self.only_trained:
+            return self._all_parts
+        slots_of = [slot for part in self._all_parts for slot in part.slots if slot.trained]
+        if not slots_of:
             raise WeightSyncError("there is no weight to push: the model has neither an adapter nor a trainable parameter")
-        return pieces
+        if not self.whole_modules:
+            return [part for part in self._all_parts if any(slot.trained for slot in part.slots)]
+        touched = {slot.group for slot in slots_of}
+        return [part for part in self._all_parts if any(slot.group in touched for slot in part.slots)]
 
-    def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Collective. Named tensors on the CPU, rank 0; empty lists elsewhere, as many as rank 0 has buckets."""
-        self.loss = MergeLoss()
-        for bucket in self._packed():
-            parameters = list({id(p): p for piece in bucket for p in piece.parameters}.values())
-            with deepspeed.zero.GatheredParameters(parameters, modifier_rank=None):
-                copies = [(piece.name, self._copy(piece)) for piece in bucket] if self.is_main else []
-            yield copies
-
-    def _packed(self) -> Iterator[list[Piece]]:
-        bucket: list[Piece] = []
+    def _packed(self, complete: bool) -> Iterator[list[_Part]]:
+        bucket: list[_Part] = []
         size = 0
-        for piece in self.pieces():
-            bytes_needed = piece.numel * piece.parameters[0].element_size()
-            if bucket and size + bytes_needed > self.bucket_bytes:
+        for part in self._parts(complete):
+            needed = part.bytes_needed(self.dtype)
+            if bucket and size + needed > FILL * self.bucket_bytes:
                 yield bucket
                 bucket, size = [], 0
-            bucket.append(piece)
-            size += bytes_needed
+            bucket.append(part)
+            size += needed
         if bucket:
             yield bucket
 
+    def _read(self, bucket: list[_Part]) -> list[tuple[str, Tensor]]:
+        parameters = list({id(p): p for part in bucket for p in part.parameters}.values())
+        self.peak_gathered_bytes = max(self.peak_gathered_bytes, sum(full_numel(p) * p.element_size() for p in parameters))
+        with _gathered(parameters):
+            return [pair for part in bucket for pair in self._copies(part)] if self.is_main else []
+
     @torch.no_grad()
-    def _copy(self, piece: Piece) -> Tensor:
-        source = piece.parameters[0]
-        if list(source.shape) != piece.shape:
-            raise WeightSyncError(f"{piece.name} was not gathered: shape {list(source.shape)}, expected {piece.shape}")
-        if piece.layer is None:
-            return source.detach().to("cpu", self.dtype, copy=True)
-        weight, merged = merged_weight(piece.layer, ADAPTER)
-        cast = merged.to(self.dtype)
-        self.loss.add(weight, merged, cast)
-        return cast.to("cpu")
+    def _copies(self, part: _Part) -> list[tuple[str, Tensor]]:
+        tensors = {slot.name: self._value(slot) for slot in part.slots}
+        live = {slot.tensor.untyped_storage().data_ptr() for slot in part.slots}
+        found = []
+        for name, tensor in part.unit.to_checkpoint(tensors).items():
+            copy = tensor.untyped_storage().data_ptr() in live
+            found.append((name, tensor.to(self.device, self.dtype, copy=copy).contiguous()))
+        return found
+
+    def _value(self, slot: Slot) -> Tensor:
+        tensor, shape = slot.tensor.detach(), full_shape(slot.tensor)
+        if tensor.shape != shape:
+            raise WeightSyncError(f"{slot.name} was not gathered: shape {list(tensor.shape)}, expected {list(shape)}")
+        if not tensor.is_floating_point():
+            raise WeightSyncError(f"{slot.name} holds {tensor.dtype}: only floating point weights can be pushed or exported")
+        if slot.layer is None:
+            return tensor
+        return merge(slot.layer, ADAPTER, tensor, self.dtype, self.loss)
 
 
-def _pieces_of(prefix: str, module: nn.Module) -> Iterator[Piece]:
-    """The tensors that this module itself owns, under their checkpoint names."""
-    if isinstance(module, LoraLayer):
-        base = module.get_base_layer()
-        parameters = [base.weight, *(p for name, p in module.named_parameters() if "lora_" in name)]
-        yield Piece(f"{prefix}.weight", parameters, module)
-        return
-    path = prefix.split(".")
-    if any(part.startswith("lora_") for part in path):
-        return
-    if "original_module" in path:
-        return  # replaced by the trained copy in modules_to_save
-    name = ".".join(_checkpoint_path(path))
-    for parameter_name, parameter in module.named_parameters(recurse=False):
-        if path[-1] == "base_layer" and parameter_name == "weight":
-            continue  # merged above
-        yield Piece(f"{name}.{parameter_name}" if name else parameter_name, [parameter], None)
-
-
-def _checkpoint_path(path: list[str]) -> list[str]:
-    """Module path without PEFT's wrappers."""
-    kept = []
-    for i, part in enumerate(path):
-        if part == "base_layer" or part == "modules_to_save" or (i > 0 and path[i - 1] == "modules_to_save"):
-            continue
-        kept.append(part)
-    return kept
+def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+    if not parameters:
+        return nullcontext()
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(parameters, modifier_rank=None)
+    return context
