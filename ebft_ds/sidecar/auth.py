@@ -1,7 +1,7 @@
 """Middleware of the servers we start: without the key nobody gets past /health.
 
-vLLM's own --api-key guards the /v1, /v2, /inference routes alone, and leaves those open that pause the engine, replace its weights and call
-any method in its workers. Loaded by the server (`--middleware ebft_ds.sidecar.auth.RequireKey`), so nothing but the standard library is used.
+vLLM's own --api-key guards the /v1, /v2, /inference routes alone, and leaves those open that pause the engine, replace its weights and
+call any method in its workers. The server loads this (`--middleware ebft_ds.sidecar.auth.RequireKey`): standard library only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RequireKey:
         if not found:
             raise RuntimeError(f"{KEY_VARIABLE} is not set, so the server's key is unknown")
         self._app = app
-        self._expected = f"Bearer {found}".encode()
+        self._expected = found.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
@@ -46,4 +46,5 @@ class RequireKey:
 
     def _has_key(self, scope: Scope) -> bool:
         given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key, self._expected)

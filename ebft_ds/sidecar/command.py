@@ -22,9 +22,10 @@ MODULE = "vllm.entrypoints.openai.api_server"
 WeightTransfer = Literal["nccl", "ipc", "ebft_gloo", "ebft_disk"]
 
 RANK_VARIABLES = frozenset(
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NODE_RANK GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME "
-    "ROLE_WORLD_SIZE CROSS_RANK CROSS_SIZE".split()
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"}
+    | {"ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE"}
 )
+"""What a launcher tells a trainer's rank; a server would take itself for one."""
 FOREIGN_VARIABLES = frozenset({"VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_PORT", "VLLM_DP_RANK", "VLLM_DP_SIZE", "PYTHONSAFEPATH"})
 """Would set what the plan sets, or what belongs to one server alone."""
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "EBFT_", "PMI_", "PMIX_", "OMPI_", "VLLM_DP_")

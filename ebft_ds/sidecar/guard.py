@@ -1,8 +1,8 @@
 """Stands between the one who wants a server and the server: sees to it that nothing is left when either of them ends.
 
-`python -m ebft_ds.sidecar.guard FD PARENT GRACE -- COMMAND...` runs the command in a session of its own. FD is one end of a socket pair: the
-guard reports `started PID` and `ended STATUS` on it, and takes its end of file, like SIGTERM, as the order to stop. Then, and when the
-command's first process ends by itself (vLLM's core and workers survive it), the whole process group and every other descendant are ended.
+`python -m ebft_ds.sidecar.guard FD PARENT GRACE -- COMMAND...` runs the command in a session of its own. FD is one end of a socket pair:
+the guard reports `started PID` and `ended STATUS` on it, and takes its end of file, like SIGTERM, as the order to stop. Then, and when
+the command's first process ends by itself (vLLM's core and workers survive it), the whole process group and all descendants are ended.
 
 Standard library only: it must be small, and start and act at once.
 """

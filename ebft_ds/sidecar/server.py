@@ -66,7 +66,10 @@ class ServerProcess:
         environ: Mapping[str, str] | None = None,
         command: list[str] | None = None,
     ) -> None:
-        """`environ`: what the server inherits from; `command`: executed instead of the plan's (tests). Errors: ConfigError for a port in use."""
+        """`environ`: what the server inherits from; `command`: executed instead of the plan's (tests).
+
+        Errors: ConfigError for a port in use.
+        """
         self._hold = PortHold(plan.host, plan.port)
         self.plan = msgspec.structs.replace(plan, port=self._hold.port)
         self.address = ServerAddress(served_url(self.plan, self._hold.port), plan.api_key)

@@ -16,7 +16,8 @@ from ebft_ds.sidecar.server import ServerProcess
 from tools.random_model import make_random_model
 
 KEY = "key-of-the-tests"
-START_SECONDS = 180.0
+START_SECONDS = 420.0
+"""Half a minute on an idle machine, minutes on a crowded one: tests that use a server need `@pytest.mark.timeout(600)`."""
 
 
 @pytest.fixture(scope="session")
