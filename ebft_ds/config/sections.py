@@ -162,7 +162,7 @@ class VllmSection(Section):
     vllm_server_restarts: NonNegativeInt = Field(2, description="Times that a dead server is started again in one run.")
     vllm_stop_grace: PositiveFloat = Field(10.0, description="Seconds between the steps of stopping a server.")
     vllm_request_timeout: PositiveFloat = Field(600.0, description="Seconds until a generation request counts as lost and is sent again.")
-    vllm_reconnect_timeout: PositiveFloat = Field(25.0, description="Seconds without any answering server until the run ends (attached servers).")
+    vllm_reconnect_timeout: PositiveFloat = Field(25.0, description="Attached servers: seconds without any answer until the run ends.")
     vllm_request_retries: NonNegativeInt = Field(5, description="Further attempts at a generation request that got no answer.")
     vllm_max_concurrency: PositiveInt | None = Field(None, description="Most requests in flight at one server; default: adaptive.")
     vllm_lora_alias: str = Field("ebft-policy", description="Adapter name for `sync_mode: adapter`; the version is appended.")

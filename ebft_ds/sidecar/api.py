@@ -1,6 +1,6 @@
 """The routes of one vLLM server that we use, typed; the only module that knows their names and payloads.
 
-Every call has a deadline and checks the status and the shape of the answer. Nothing is retried here: whether that is safe is the caller's to know.
+Every call has a deadline and checks the status and the shape of the answer. Nothing is retried: whether that is safe only the caller knows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 
 from ebft_ds.errors import RolloutError
 from ebft_ds.sidecar.address import ServerAddress
+from ebft_ds.sidecar.push_ops import METHOD, Op, Replies, Reply
 
 A = TypeVar("A")
 CONNECT_SECONDS = 5.0
@@ -188,6 +189,11 @@ class VllmApi:
 
     async def finish_update(self, version_name: str | None, timeout: float) -> None:
         await self._command("/finish_weight_update", timeout, {"weight_version": version_name})
+
+    async def push_op(self, op: Op, timeout: float) -> list[Reply]:
+        """One op of a push to our receiver: the answers of the workers (with data parallelism, of the first engine's)."""
+        body = {"method": METHOD, "args": [msgspec.json.encode(op).decode()]}
+        return (await self._call("POST", "/collective_rpc", Replies, timeout, body)).results
 
     async def sleep(self, level: int, timeout: float) -> None:
         await self._command(f"/sleep?level={level}", timeout)

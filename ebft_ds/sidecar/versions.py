@@ -27,3 +27,8 @@ class VersionNames:
         """None for a name that this run did not give: a restarted server's, another run's."""
         token, colon, number = name.rpartition(":")
         return int(number) if colon and token == self.run_token and number.isdecimal() else None
+
+
+def adapter_name(alias: str, version: int) -> str:
+    """Name of an adapter on the servers; `alias` holds the run token, so that a name is never used twice."""
+    return f"{alias}-v{version}"

@@ -1,12 +1,11 @@
-"""Weight pushes to the rollout engine: merge check, push, probe. Every method is collective.
+"""Weight pushes to the rollout engines: merge check, push, probe. Every method is collective.
 
-All ranks gather a bucket, rank 0 sends it, then all agree whether that worked before anyone gathers the next one: a refused or
-lost push raises on every rank at the same place, and no rank is left alone in a collective.
+All ranks gather a bucket, rank 0's transport sends it while the next one is gathered, and before each gather all agree that it still
+goes well: a refused or lost push raises on every rank at the same place, and no rank is left alone in a collective.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,19 +16,17 @@ import torch
 from ebft_ds.collectives import Collectives
 from ebft_ds.engine.build import ZeroEngine
 from ebft_ds.engine.network import LogProbWork
-from ebft_ds.errors import EbftError, PeerError, RolloutError, WeightSyncError
+from ebft_ds.errors import EbftError, PeerError, WeightSyncError
 from ebft_ds.packing.padded import pad_rows
-from ebft_ds.rollout.client import RolloutClient
 from ebft_ds.rollout.manifest import TensorSpec, WeightManifest
-from ebft_ds.sync.source import MergedWeightSource
+from ebft_ds.sync.lockstep import Lockstep
+from ebft_ds.sync.transport import PushResult, WeightTransport
+from ebft_ds.sync.weight_source import WeightSource
 
 logger = logging.getLogger(__name__)
 
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
 """Largest mean |trainer - engine| log-prob gap, in nats, by dtype; the coarser one counts. Measured gaps: float32 3e-5, bf16 0.03-0.08."""
-
-
-ABORT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -39,66 +36,100 @@ class SyncReport:
     bytes: int = 0
     seconds: float = 0.0
     pause_seconds: float = 0.0
-    """Seconds in which generation stood still."""
+    """Seconds in which generation stood still, on the engine where it did longest."""
     probe_mean_gap: float | None = None
     probe_max_gap: float | None = None
     delta_survival: float | None = None
 
 
-class WeightSync:
-    """Keeps the rollout engine's weights at the trainer's version.
+@dataclass(frozen=True)
+class SyncOptions:
+    """How to push and how to check it.
 
-    Args:
-        client: rank 0's client; None on the other ranks.
-        interval: optimizer steps between merge checks.
-        dtype: of the tensors as sent (the engine's). trainer_dtype: that the trainer computes in.
-        probe_ids: fixed sequence that trainer and engine both score; None: no probe.
-        probe_tolerance: largest mean log-prob gap; None: by the dtypes.
+    interval: optimizer steps between merge checks. timeout: seconds for one push. retries: further attempts at one that was refused.
+    dtype: of the tensors as sent (the engines'). trainer_dtype: that the trainer computes in.
+    probe_ids: fixed sequence that trainer and engines score; None: no probe. probe_tolerance: largest mean gap; None: by the dtypes.
+    temperature: of the probe, where the transport lets us choose.
     """
+
+    interval: int
+    dtype: str
+    trainer_dtype: str
+    timeout: float
+    retries: int
+    probe_ids: Sequence[int] | None
+    probe_tolerance: float | None
+    temperature: float
+
+
+class WeightSync:
+    """Keeps the rollout engines' weights at the trainer's version. `transport`: rank 0's; None on the other ranks."""
 
     def __init__(
         self,
         engine: ZeroEngine,
-        source: MergedWeightSource,
-        client: RolloutClient | None,
+        source: WeightSource,
+        transport: WeightTransport | None,
         collectives: Collectives,
-        *,
-        interval: int,
-        dtype: str,
-        trainer_dtype: str,
-        timeout: float,
-        probe_ids: Sequence[int] | None,
-        probe_tolerance: float | None,
-        temperature: float,
+        options: SyncOptions,
     ) -> None:
         self._engine = engine
         self._source = source
-        self._client = client
+        self._transport = transport
         self._collectives = collectives
-        self._interval = interval
-        self._dtype = dtype
-        self._timeout = timeout
-        self._probe_ids = list(probe_ids) if probe_ids is not None else None
-        self._tolerance = probe_tolerance if probe_tolerance is not None else max(PROBE_TOLERANCE[dtype], PROBE_TOLERANCE[trainer_dtype])
-        self._temperature = temperature
+        self._options = options
+        tolerances = (PROBE_TOLERANCE[options.dtype], PROBE_TOLERANCE[options.trainer_dtype])
+        self._tolerance = options.probe_tolerance if options.probe_tolerance is not None else max(tolerances)
         self.pushed_version = 0
-        """Version that the engine has confirmed."""
+        """Version that the engines have confirmed."""
         self._pushed_fingerprint: list[float] | None = None
 
     def merge_check(self, version: int, *, force: bool = False) -> SyncReport:
-        """Push if `version` is a multiple of the interval (or `force`) and the engine does not hold these weights already."""
-        if version == self.pushed_version or not (force or version % self._interval == 0):
+        """Push if `version` is a multiple of the interval (or `force`) and the engines do not hold these weights already.
+
+        Raises:
+            WeightSyncError (PeerError on other ranks): refused, also at the last attempt. RolloutError: no engine is left.
+        """
+        if version == self.pushed_version or not (force or version % self._options.interval == 0):
             return SyncReport()
         fingerprint = self._fingerprint()
         changed = self._collectives.max_int(int(fingerprint != self._pushed_fingerprint))
-        report = self._push(version, send_tensors=bool(changed))
-        self.pushed_version = version
-        self._pushed_fingerprint = fingerprint
-        return report
+        return self._push(version, fingerprint, send_tensors=bool(changed), complete=False)
+
+    def repair(self, version: int) -> SyncReport | None:
+        """Push everything if an engine is found that does not hold the pushed version (restarted, replaced); None if all is well."""
+        if not self._found_stale():
+            return None
+        logger.warning("an engine does not hold the weights of version %d: pushing all of them", self.pushed_version)
+        return self._push(version, self._fingerprint(), send_tensors=True, complete=True)
+
+    def begin(self, version: int) -> SyncReport:
+        """Before the first rollouts of a process: the engines must hold the trainer's weights, and the probe must agree."""
+        if version == self.pushed_version and not self._found_stale():
+            return SyncReport(probe_mean_gap=(gaps := self.probe(version))[0], probe_max_gap=gaps[1])
+        return self._push(version, self._fingerprint(), send_tensors=True, complete=True)
 
     def remember_initial(self) -> None:
-        """The engine loaded the very checkpoint that the trainer starts from: version 0 needs no push."""
+        """The engines loaded the very checkpoint that the trainer starts from: version 0 needs no push."""
         self._pushed_fingerprint = self._fingerprint()
+
+    def stale(self) -> bool:
+        """Not collective, cheap; rank 0: an engine answers and does not hold the pushed version. False on the other ranks."""
+        return self._transport is not None and self._transport.stale(self.pushed_version)
+
+    def close(self) -> None:
+        """Not collective: lets go of connections and files."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _found_stale(self) -> bool:
+        found = [0]
+
+        def look() -> None:
+            found[0] = int(self.stale())
+
+        self._together(look, "asking the engines for their version")
+        return bool(self._collectives.max_int(found[0]))
 
     def _fingerprint(self) -> list[float]:
         """Sums over this rank's shards of the trained parameters: equal if and only if no parameter moved, for all practical purposes."""
@@ -109,60 +140,93 @@ class WeightSync:
                 sums += [float(shard.sum(dtype=torch.float64)), float(torch.linalg.vector_norm(shard, dtype=torch.float64))]
         return sums
 
-    def _push(self, version: int, *, send_tensors: bool) -> SyncReport:
+    def _push(self, version: int, fingerprint: list[float], *, send_tensors: bool, complete: bool) -> SyncReport:
         started = time.monotonic()
-        pieces = self._source.pieces() if send_tensors else []
-        manifest = WeightManifest(version, [TensorSpec(p.name, self._dtype, p.shape) for p in pieces], complete=False)
-        client = self._client
-        self._together(lambda: client.begin_update(manifest) if client else None, "announcing weights")
-        if send_tensors:
-            for bucket in self._source.buckets():
-                self._together(lambda b=bucket: client.send_bucket(b) if client else None, "sending weights")  # type: ignore[misc]
-        pause = time.monotonic()
-        self._together(lambda: client.finish_update(self._timeout) if client else None, "confirming weights")
-        done = time.monotonic()
+        pieces = self._source.pieces(complete=complete) if send_tensors else []
+        manifest = WeightManifest(version, [TensorSpec(p.name, self._options.dtype, list(p.shape)) for p in pieces], complete=complete)
+        result = self._attempts(manifest)
+        seconds = time.monotonic() - started
+        self.pushed_version = version
+        self._pushed_fingerprint = fingerprint
         survival = self._source.loss.delta_survival if send_tensors else None
         if survival is not None and survival < 0.5:
-            logger.warning("weight push %d: only %.0f %% of the update survives rounding to %s", version, 100 * survival, self._dtype)
+            logger.warning(
+                "weight push %d: only %.0f %% of the update survives rounding to %s", version, 100 * survival, self._options.dtype
+            )
+        if result is not None and result.lost:
+            logger.warning("weight push %d: %d engine(s) not reached; they get no request until they are", version, result.lost)
         mean_gap, max_gap = self.probe(version)
-        return SyncReport(manifest.num_bytes, done - started, done - pause, mean_gap, max_gap, survival)
+        return SyncReport(manifest.num_bytes, seconds, result.pause_seconds if result else 0.0, mean_gap, max_gap, survival)
 
-    def _together(self, action: Callable[[], object], what: str) -> None:
-        """Runs rank 0's part, then tells everybody how it went."""
+    def _attempts(self, manifest: WeightManifest) -> PushResult | None:
+        """The transport's result (None on other ranks), after as many attempts as it takes and the options allow."""
+        for attempts_left in range(self._options.retries, -1, -1):
+            try:
+                return self._attempt(manifest)
+            except EbftError as error:
+                refused = isinstance(error, WeightSyncError)  # anything else would not be better next time
+                if not self._collectives.max_int(int(refused and attempts_left > 0)):
+                    raise
+                if refused:
+                    logger.warning("weight push %d failed and is tried again: %s", manifest.version, error)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _attempt(self, manifest: WeightManifest) -> PushResult | None:
+        buckets = Lockstep(self._source.buckets(complete=manifest.complete), self._collectives) if manifest.tensors else None
+        results: list[PushResult] = []
+
+        def push() -> None:
+            if self._transport is not None:
+                results.append(self._transport.push(manifest, buckets or (), self._options.timeout))
+            else:
+                for _ in buckets or ():
+                    pass
+            if buckets is not None and not buckets.finished and next(buckets, None) is not None:
+                raise WeightSyncError(f"weight push {manifest.version}: the transport stopped before the last bucket")
+
+        try:
+            self._together(push, "pushing weights", always=buckets.close if buckets is not None else None)
+        except PeerError:
+            if results:
+                raise WeightSyncError("another rank failed during a weight push") from None
+            raise
+        return results[0] if results else None
+
+    def _together(self, action: Callable[[], object], what: str, always: Callable[[], None] | None = None) -> None:
+        """Runs this rank's part, then tells everybody how it went."""
         error: EbftError | None = None
         try:
             action()
         except EbftError as caught:
             error = caught
-        code = 0 if error is None else (2 if isinstance(error, RolloutError) else 1)
-        worst = self._collectives.max_int(code)
-        if error is not None:
-            if self._client is not None and not isinstance(error, RolloutError):
-                with contextlib.suppress(EbftError):  # the push's own error is the one to report
-                    self._client.abort_update(ABORT_SECONDS)
-            raise error
-        if worst:
-            raise PeerError(f"rank 0 failed while {what}; its message names the cause")
+        finally:
+            if always is not None:
+                always()
+        if self._collectives.max_int(int(error is not None)):
+            raise error or PeerError(f"rank 0 failed while {what}; its message names the cause")
 
     def probe(self, version: int) -> tuple[float | None, float | None]:
-        """(mean, largest) |trainer - engine| log-prob gap on the fixed sequence, in nats; (None, None) without a probe.
+        """(mean, largest) |trainer - engine| log-prob gap on the fixed sequence, in nats, of the worst engine; None without a probe.
 
         Raises:
             WeightSyncError: the mean gap is above tolerance, on every rank.
         """
-        if self._probe_ids is None:
+        if self._options.probe_ids is None:
             return None, None
-        own = self._trainer_log_probs(self._probe_ids)
+        ids = list(self._options.probe_ids)
+        [temperature] = self._collectives.broadcast([self._probe_temperature()], list[float])
+        own = self._trainer_log_probs(ids, temperature)
         gaps = [0.0, 0.0]
 
         def compare() -> None:
-            if self._client is None:
+            if self._transport is None:
                 return
-            scored = self._client.score(self._probe_ids or [], self._temperature, self._timeout)
-            difference = (own - torch.tensor(scored)).abs()
-            gaps[:] = [float(difference.mean()), float(difference.max())]
+            for scored in self._transport.score(ids, temperature, self._options.timeout):
+                difference = (own - torch.tensor(scored)).abs()
+                if not float(difference.mean()) <= gaps[0]:  # a NaN counts as the worst
+                    gaps[:] = [float(difference.mean()), float(difference.max())]
 
-        self._together(compare, "probing the engine")
+        self._together(compare, "probing the engines")
         mean_gap, max_gap = self._collectives.broadcast(gaps, list[float])
         if not mean_gap <= self._tolerance:
             raise WeightSyncError(
@@ -171,7 +235,11 @@ class WeightSync:
             )
         return mean_gap, max_gap
 
-    def _trainer_log_probs(self, ids: list[int]) -> torch.Tensor:
+    def _probe_temperature(self) -> float:
+        own = self._transport.probe_temperature if self._transport is not None else None
+        return self._options.temperature if own is None else own
+
+    def _trainer_log_probs(self, ids: list[int], temperature: float) -> torch.Tensor:
         device = self._engine.device
         count = len(ids) - 1
         work = LogProbWork(
@@ -179,7 +247,7 @@ class WeightSync:
             rows_index=torch.zeros(count, dtype=torch.int64, device=device),
             columns=torch.arange(count, device=device),
             targets=torch.tensor(ids[1:], dtype=torch.int64, device=device),
-            inverse_temperature=torch.full((count,), 1.0 / self._temperature, device=device),
+            inverse_temperature=torch.full((count,), 1.0 / temperature, device=device),
         )
         log_probs, _ = self._engine.frozen_log_probs(work)
         return log_probs.cpu()

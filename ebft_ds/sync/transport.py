@@ -1,7 +1,7 @@
 """The transport interface: how the tensors of one push get from rank 0 into rollout engines.
 
-`WeightSync` (all ranks) walks the merged-weight source in lockstep; the transport (rank 0 alone) drains the buckets, and may hold at most two of
-them at a time. It sees complete tensors with checkpoint names and never takes part in a collective of the trainer.
+`WeightSync` (all ranks) walks the merged-weight source in lockstep; the transport (rank 0 alone) drains the buckets and holds at most
+two of them. It sees complete tensors with checkpoint names and never takes part in a collective of the trainer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WeightTransport(Protocol):
         """Announce, send every bucket, switch, and wait for confirmations.
 
         Raises:
-            WeightSyncError: an engine refused (its reason in the message) or did not confirm in time; engines serve on with the weights they had.
+            WeightSyncError: an engine refused (its reason in the message) or did not confirm in time; it serves on with what it had.
             RolloutError: no engine is left.
         """
         ...

@@ -32,8 +32,9 @@ from ebft_ds.features.scorer import EBFTScorer
 from ebft_ds.rollout.client import RolloutClient
 from ebft_ds.rollout.feed import RolloutFeed
 from ebft_ds.rollout.spec import RolloutProcessSpec
-from ebft_ds.sync.push import WeightSync
+from ebft_ds.sync.push import SyncOptions, WeightSync
 from ebft_ds.sync.source import MergedWeightSource
+from ebft_ds.sync.transports.embedded import EmbeddedTransport
 from ebft_ds.trainers.evaluation import HeldOutEvaluation
 from ebft_ds.trainers.policy_step import PolicyStep
 from ebft_ds.trainers.rollout_desk import RolloutDesk
@@ -272,15 +273,18 @@ def _build_sync(
     return WeightSync(
         engines.actor,
         MergedWeightSource(engines.actor.network, getattr(torch, dtype), int(rollout.sync_bucket_mb * 2**20), is_main=collectives.is_main),
-        client,
+        EmbeddedTransport(client) if client is not None else None,
         collectives,
-        interval=rollout.vllm_merge_check_interval,
-        dtype=dtype,
-        trainer_dtype=config.model.dtype,
-        timeout=rollout.sync_timeout,
-        probe_ids=(first.token_ids + first.reference_ids)[-PROBE_TOKENS:] if rollout.sync_probe else None,
-        probe_tolerance=rollout.sync_probe_tolerance,
-        temperature=temperature,
+        SyncOptions(
+            interval=rollout.vllm_merge_check_interval,
+            dtype=dtype,
+            trainer_dtype=config.model.dtype,
+            timeout=rollout.sync_timeout,
+            retries=rollout.sync_retries,
+            probe_ids=(first.token_ids + first.reference_ids)[-PROBE_TOKENS:] if rollout.sync_probe else None,
+            probe_tolerance=rollout.sync_probe_tolerance,
+            temperature=temperature,
+        ),
     )
 
 

@@ -21,8 +21,9 @@ from ebft_ds.monitor.metrics import MetricsAccumulator
 from ebft_ds.rollout.client import RolloutClient
 from ebft_ds.rollout.manifest import TensorSpec
 from ebft_ds.rollout.spec import RolloutProcessSpec
-from ebft_ds.sync.push import WeightSync
+from ebft_ds.sync.push import SyncOptions, WeightSync
 from ebft_ds.sync.source import MergedWeightSource, full_numel
+from ebft_ds.sync.transports.embedded import EmbeddedTransport
 from ebft_ds.trainers.assembly import Engines
 from tests.distributed.engines import make_config, make_engines, make_group, make_policy, random_adapter
 from tests.distributed.ranks import RankAnswers, run_ranks
@@ -206,15 +207,17 @@ def push_run(collectives: Collectives, folder: Path, log: Path) -> dict[str, Any
 def pushes(collectives: Collectives, config: AsyncEBFTConfig, engines: Engines, client: RolloutClient | None) -> dict[str, Any]:
     def sync_every(interval: int) -> WeightSync:
         source = MergedWeightSource(engines.actor.network, torch.float32, BUCKET_BYTES, collectives.is_main)
-        options: dict[str, Any] = {
-            "dtype": "float32",
-            "trainer_dtype": "float32",
-            "timeout": 60.0,
-            "probe_ids": PROBE,
-            "probe_tolerance": None,
-            "temperature": 0.7,
-        }
-        return WeightSync(engines.actor, source, client, collectives, interval=interval, **options)
+        options = SyncOptions(
+            interval=interval,
+            dtype="float32",
+            trainer_dtype="float32",
+            timeout=60.0,
+            retries=0,
+            probe_ids=PROBE,
+            probe_tolerance=None,
+            temperature=0.7,
+        )
+        return WeightSync(engines.actor, source, EmbeddedTransport(client) if client else None, collectives, options)
 
     sync, answer = sync_every(1), {}
     sync.remember_initial()
