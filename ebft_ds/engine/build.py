@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ebft_ds.collectives import Collectives
+from ebft_ds.engine.leaf_modules import mark_leaf_modules
 from ebft_ds.engine.network import FeatureWork, LanguageNetwork, LogProbWork
 from ebft_ds.engine.rotary import restore_rotary_buffers
 from ebft_ds.errors import NumericsError
@@ -78,6 +79,7 @@ class ZeroEngine:
         learning_rate_factor: Callable[[int], float] | None = None,
     ) -> None:
         self.network = network
+        mark_leaf_modules(network)
         self.deepspeed, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config=deepspeed_config)
         self._factor = learning_rate_factor
         self._base_rates = [group["lr"] for group in self.deepspeed.optimizer.param_groups] if optimizer is not None else []

@@ -72,7 +72,10 @@ def load_actor(
     if not peft.use_peft:
         return LanguageNetwork(causal_lm)
     with sharded_loading(deepspeed_config):  # PEFT looks there whether it must gather the weights that DoRA takes its magnitudes from
-        return LanguageNetwork(get_peft_model(causal_lm, peft_config or lora_config(peft), autocast_adapter_dtype=False))
+        try:
+            return LanguageNetwork(get_peft_model(causal_lm, peft_config or lora_config(peft), autocast_adapter_dtype=False))
+        except ValueError as error:  # say, dropout or DoRA on experts, which PEFT can only adapt as bare parameters
+            raise ConfigError(f"PEFT refuses this adapter on {type(causal_lm).__name__}: {error}") from error
 
 
 def lora_config(section: PeftSection) -> PeftConfig:
