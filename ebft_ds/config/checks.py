@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ebft_ds.config import checks_method, checks_rollout, checks_training
+from ebft_ds.config import checks_method, checks_rollout, checks_training, checks_vllm
 from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.check_context import Note, Surroundings
 from ebft_ds.errors import ConfigError
@@ -57,6 +57,7 @@ _CHECKS: tuple[Callable[[AsyncEBFTConfig, Surroundings], Iterator[str]], ...] = 
     checks_method.check_layers,
     checks_rollout.check_precision,
     checks_rollout.check_rollout,
+    checks_vllm.check_vllm,
     checks_training.check_loss,
     checks_training.check_rewards,
     checks_training.check_adapter,

@@ -9,6 +9,7 @@ from typing import Any
 
 from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.check_context import Note, Surroundings
+from ebft_ds.config.engine_choice import rollout_engine_of
 from ebft_ds.config.fields import nearest
 
 GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p")
@@ -53,7 +54,7 @@ def check_rollout(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str
         yield f"rollout_loop: {rollout.rollout_loop!r} is not of the form package.module:Class"
     if rollout.rollout_loop_kwargs and rollout.rollout_loop is None:
         yield "rollout_loop_kwargs needs rollout_loop"
-    if config.method.ebft_rl_coef > 0 and rollout.rollout_loop is None:
+    if config.method.ebft_rl_coef > 0 and rollout.rollout_loop is None and rollout_engine_of(config) == "transformers":
         yield from _check_device(rollout.rollout_device, around)
     yield from _check_sampling(config)
 

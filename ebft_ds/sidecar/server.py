@@ -11,8 +11,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from ebft_ds.sidecar.ports import PortHold
 TAIL_LINES = 40
 POLL_SECONDS = 0.25
 PROBE_SECONDS = 5.0
+FIRST_TOKEN_SECONDS = 60.0
 KILL_SECONDS = 10.0
 """For the guard to sweep up after SIGKILL."""
 
@@ -55,7 +57,7 @@ class _Running:
 
 
 class ServerProcess:
-    """A server on this machine. Not thread-safe, but for `stop`, which another thread may call while `wait_ready` waits."""
+    """A server on this machine. One thread uses it; another one may call `stop` at any time."""
 
     def __init__(
         self,
@@ -81,11 +83,23 @@ class ServerProcess:
         self._running: _Running | None = None
         self._ready = False
         self._stopped = False
+        self._lock = threading.Lock()
+        """Held while a process is started or ended."""
 
     def start(self) -> None:
-        """Start the process; it is not ready when this returns. After an end by itself it may be started again."""
-        if self._running is not None:
-            self._bury(self._running)
+        """Start the process; it is not ready when this returns. After an end by itself it may be started again.
+
+        Errors: RolloutError after `stop`.
+        """
+        with self._lock:
+            if self._stopped:
+                raise RolloutError(f"{self.name} has been stopped")
+            if self._running is not None:
+                self._bury(self._running)
+            self._running = self._launch()
+            self._ready = False
+
+    def _launch(self) -> _Running:
         wanted = server_command(self.plan, self._environ)
         argv = self._command or wanted.argv
         ours, theirs = socket.socketpair()
@@ -105,8 +119,7 @@ class ServerProcess:
                 start_new_session=True,
             )
         ours.setblocking(False)
-        self._running = _Running(process, ours)
-        self._ready = False
+        return _Running(process, ours)
 
     def wait_ready(self, timeout: float) -> None:
         """Returns when the server samples. Errors: RolloutError with the log's end if it dies first or is too slow."""
@@ -134,7 +147,7 @@ class ServerProcess:
         """A token at last: some models load and answer everything else, and kill the engine with the first forward."""
         await api.weight_version(PROBE_SECONDS)
         params = {"max_tokens": 1, "temperature": 1.0, "detokenize": False}
-        timeout = max(PROBE_SECONDS, deadline - time.monotonic())
+        timeout = min(max(PROBE_SECONDS, deadline - time.monotonic()), FIRST_TOKEN_SECONDS)
         await api.generate([0], params, request_id=f"ready-{time.monotonic_ns()}", model=None, timeout=timeout)
 
     @property
@@ -171,13 +184,13 @@ class ServerProcess:
     def stop(self) -> None:
         """End it: pending requests are aborted, then SIGTERM, then SIGKILL to the whole group. Takes three graces at most; idempotent."""
         self._stopped = True
-        running = self._running
-        if running is not None:
-            if self._ready and self.alive():
-                asyncio.run(self._abort_requests())
-            self._bury(running)
-        self._hold.close()
-        self._folder.cleanup()
+        with self._lock:
+            if self._running is not None:
+                if self._ready and self.alive():
+                    asyncio.run(self._abort_requests())
+                self._bury(self._running)
+            self._hold.close()
+            self._folder.cleanup()
 
     async def _abort_requests(self) -> None:
         """A server with requests in flight may hang in SIGTERM."""
@@ -214,13 +227,3 @@ class ServerProcess:
             running.listen()
         told = running.told("ended")
         return told if told is not None else running.guard.returncode
-
-
-def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
-    """Has it come true in time?"""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
