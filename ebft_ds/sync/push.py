@@ -16,7 +16,7 @@ import torch
 from ebft_ds.collectives import Collectives
 from ebft_ds.engine.build import ZeroEngine
 from ebft_ds.engine.network import LogProbWork
-from ebft_ds.errors import EbftError, PeerError, WeightSyncError
+from ebft_ds.errors import EbftError, PeerError, RolloutError, WeightSyncError
 from ebft_ds.packing.padded import pad_rows
 from ebft_ds.rollout.manifest import TensorSpec, WeightManifest
 from ebft_ds.sync.lockstep import Lockstep
@@ -93,8 +93,9 @@ class WeightSync:
         if version == self.pushed_version or not (force or version % self._options.interval == 0):
             return SyncReport()
         fingerprint = self._fingerprint()
-        changed = self._collectives.max_int(int(fingerprint != self._pushed_fingerprint))
-        return self._push(version, fingerprint, send_tensors=bool(changed), complete=False)
+        changed = bool(self._collectives.max_int(int(fingerprint != self._pushed_fingerprint)))
+        stale = self._found_stale()  # an engine that came back with other weights needs all of them, not what has changed since
+        return self._push(version, fingerprint, send_tensors=changed or stale, complete=stale)
 
     def repair(self, version: int) -> SyncReport | None:
         """Push everything if an engine is found that does not hold the pushed version (restarted, replaced); None if all is well."""
@@ -105,17 +106,29 @@ class WeightSync:
 
     def begin(self, version: int) -> SyncReport:
         """Before the first rollouts of a process: the engines must hold the trainer's weights, and the probe must agree."""
-        if version == self.pushed_version and not self._found_stale():
-            return SyncReport(probe_mean_gap=(gaps := self.probe(version))[0], probe_max_gap=gaps[1])
-        return self._push(version, self._fingerprint(), send_tensors=True, complete=True)
+        if self._found_stale():
+            return self._push(version, self._fingerprint(), send_tensors=True, complete=True)
+        if version != self.pushed_version:
+            return self.merge_check(version, force=True)
+        mean_gap, max_gap = self.probe(version)
+        return SyncReport(probe_mean_gap=mean_gap, probe_max_gap=max_gap)
 
     def remember_initial(self) -> None:
         """The engines loaded the very checkpoint that the trainer starts from: version 0 needs no push."""
         self._pushed_fingerprint = self._fingerprint()
 
     def stale(self) -> bool:
-        """Not collective, cheap; rank 0: an engine answers and does not hold the pushed version. False on the other ranks."""
-        return self._transport is not None and self._transport.stale(self.pushed_version)
+        """Not collective, cheap; rank 0: an engine answers and does not hold the pushed version. False on the other ranks.
+
+        Engines of which none answers are not stale: whether they are lost is for the rollout process to say, which waits for them.
+        """
+        if self._transport is None:
+            return False
+        try:
+            return self._transport.stale(self.pushed_version)
+        except RolloutError as error:
+            logger.info("no engine says which weights it holds: %s", error)
+            return False
 
     def close(self) -> None:
         """Not collective: lets go of connections and files."""

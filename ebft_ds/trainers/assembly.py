@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ebft_ds.checkpoint.state import CheckpointStore
@@ -16,6 +16,7 @@ from ebft_ds.collectives import Collectives
 from ebft_ds.config import AsyncEBFTConfig
 from ebft_ds.config.deepspeed import build_deepspeed_config
 from ebft_ds.config.derived import DerivedNumbers
+from ebft_ds.config.engine_choice import rollout_engine_of
 from ebft_ds.data.chat import stop_token_ids
 from ebft_ds.data.preflight import Preflight
 from ebft_ds.data.requests import rollout_request, sampling_spec
@@ -24,20 +25,25 @@ from ebft_ds.data.stream import PromptStream
 from ebft_ds.engine.build import ZeroEngine, accelerator_count
 from ebft_ds.engine.feature_network import EngineFeatureNetwork
 from ebft_ds.engine.loading import load_actor, load_frozen_copy
+from ebft_ds.engine.network import LanguageNetwork
 from ebft_ds.engine.optimizer import build_optimizer, parameter_groups
 from ebft_ds.engine.schedule import learning_rate_factor
-from ebft_ds.errors import ConfigError
+from ebft_ds.errors import ConfigError, EbftError, PeerError
 from ebft_ds.features.layers import feature_layer_indices
 from ebft_ds.features.scorer import EBFTScorer
 from ebft_ds.rollout.client import RolloutClient
 from ebft_ds.rollout.feed import RolloutFeed
 from ebft_ds.rollout.spec import RolloutProcessSpec
+from ebft_ds.sync.adapter_source import AdapterSource
 from ebft_ds.sync.push import SyncOptions, WeightSync
 from ebft_ds.sync.source import MergedWeightSource
+from ebft_ds.sync.transport import WeightTransport
 from ebft_ds.sync.transports.embedded import EmbeddedTransport
+from ebft_ds.sync.weight_source import WeightSource
 from ebft_ds.trainers.evaluation import HeldOutEvaluation
 from ebft_ds.trainers.policy_step import PolicyStep
 from ebft_ds.trainers.rollout_desk import RolloutDesk
+from ebft_ds.trainers.rollout_servers import RolloutServers
 from ebft_ds.trainers.stop_signal import StopSignal
 from ebft_ds.types import Prompt, RolloutRequest, SamplingSpec
 
@@ -78,9 +84,18 @@ class RunParts:
     policy: PolicyStep
     desk: RolloutDesk
     sync: WeightSync
+    servers: RolloutServers | None
+    """Rank 0's vLLM servers; None on the other ranks, and with the embedded engine."""
     checkpoints: CheckpointStore
     evaluation: HeldOutEvaluation | None
     stream: PromptStream
+
+    def close(self) -> None:
+        """Ends the rollout side: its process, connections, and the servers that were started for it. May be called twice."""
+        self.desk.close()
+        self.sync.close()
+        if self.servers is not None:
+            self.servers.close()
 
 
 def load_generation_config(config: AsyncEBFTConfig) -> GenerationConfig | None:
@@ -155,10 +170,10 @@ def _scorer(
     )
 
 
-def rollout_process_spec(config: AsyncEBFTConfig, log_path: Path) -> RolloutProcessSpec:
+def rollout_process_spec(config: AsyncEBFTConfig, log_path: Path, servers: RolloutServers | None = None) -> RolloutProcessSpec:
     """How rank 0 starts the rollout process."""
     rollout = config.rollout
-    if accelerator_count() and rollout.rollout_device is None and rollout.rollout_loop is None:
+    if servers is None and accelerator_count() and rollout.rollout_device is None and rollout.rollout_loop is None:
         raise ConfigError(
             "rollout_device is not set: with an accelerator present the embedded engine needs an explicit device, say cuda:7 or cpu"
         )
@@ -170,6 +185,8 @@ def rollout_process_spec(config: AsyncEBFTConfig, log_path: Path) -> RolloutProc
         dtype=rollout.rollout_dtype or config.model.dtype,
         device=rollout.rollout_device or "cpu",
         attn_implementation=config.model.attn_implementation,
+        engine="transformers" if servers is None else "vllm",
+        vllm=servers.client_spec() if servers is not None else None,
         batch_size=rollout.rollout_batch_size,
         threads=rollout.rollout_threads or 1,
         seed=config.run.seed,
@@ -198,7 +215,8 @@ def build_parts(
     stops = config.rollout.stop_token_ids or stop_token_ids(
         checked.tokenizer, generation_config, chat=checked.data.train.is_chat, chat_template_kwargs=chat_kwargs
     )
-    client = RolloutClient(rollout_process_spec(config, output_dir / "logs" / "rollout.log")) if collectives.is_main else None
+    servers = start_servers(config, output_dir / "logs", collectives)
+    client = RolloutClient(rollout_process_spec(config, output_dir / "logs" / "rollout.log", servers)) if collectives.is_main else None
     engines = build_engines(
         config,
         checked.derived,
@@ -220,8 +238,17 @@ def build_parts(
         if client is not None
         else None
     )
-    desk = RolloutDesk(feed, client, collectives, stop)
-    desk.on_main(lambda: client.start() if client is not None else None)
+    desk = RolloutDesk(feed, client, collectives, stop, servers.check if servers is not None else None)
+
+    def start_rollouts() -> None:
+        if servers is not None:
+            servers.wait_ready()
+        if client is not None:
+            client.start()
+
+    desk.on_main(start_rollouts)
+    sync = _build_sync(config, engines, client, servers, collectives, stream, sampling.temperature)
+    desk.repair_with(sync)
     policy = PolicyStep(
         engines.actor,
         engines.kl_reference,
@@ -243,7 +270,8 @@ def build_parts(
         scorer=build_scorer(config, engines, stops, collectives),
         policy=policy,
         desk=desk,
-        sync=_build_sync(config, engines, client, collectives, stream, sampling.temperature),
+        sync=sync,
+        servers=servers,
         checkpoints=CheckpointStore(
             output_dir / "checkpoints", collectives, adapters_only=config.peft.use_peft, keep=config.checkpoint.save_total_limit
         ),
@@ -259,10 +287,27 @@ def _training_requests(config: AsyncEBFTConfig, sampling: SamplingSpec) -> Any:
     return request
 
 
+def start_servers(config: AsyncEBFTConfig, log_folder: Path, collectives: Collectives) -> RolloutServers | None:
+    """Collective: rank 0's servers, if the recipe wants any; they start while the engines are built. An error there is one everywhere."""
+    if rollout_engine_of(config) != "vllm":
+        return None
+    servers: RolloutServers | None = None
+    error: EbftError | None = None
+    if collectives.is_main:
+        try:
+            servers = RolloutServers(config, log_folder, on_cpu=not accelerator_count())
+        except EbftError as caught:
+            error = caught
+    if collectives.max_int(int(error is not None)):
+        raise error or PeerError("rank 0 could not start the rollout servers; its message names the cause")
+    return servers
+
+
 def _build_sync(
     config: AsyncEBFTConfig,
     engines: Engines,
     client: RolloutClient | None,
+    servers: RolloutServers | None,
     collectives: Collectives,
     stream: PromptStream,
     temperature: float,
@@ -270,10 +315,14 @@ def _build_sync(
     rollout = config.rollout
     dtype = rollout.rollout_dtype or config.model.dtype
     first = stream.prompt(0)
+    network = engines.actor.network
+    transport: WeightTransport | None = None
+    if client is not None:
+        transport = EmbeddedTransport(client) if servers is None else servers.transport(client, network.model)
     return WeightSync(
         engines.actor,
-        MergedWeightSource(engines.actor.network, getattr(torch, dtype), int(rollout.sync_bucket_mb * 2**20), is_main=collectives.is_main),
-        EmbeddedTransport(client) if client is not None else None,
+        _weight_source(config, network, getattr(torch, dtype), is_main=collectives.is_main),
+        transport,
         collectives,
         SyncOptions(
             interval=rollout.vllm_merge_check_interval,
@@ -286,6 +335,15 @@ def _build_sync(
             temperature=temperature,
         ),
     )
+
+
+def _weight_source(config: AsyncEBFTConfig, network: LanguageNetwork, dtype: torch.dtype, *, is_main: bool) -> WeightSource:
+    bucket_bytes = int(config.rollout.sync_bucket_mb * 2**20)
+    if config.rollout.sync_mode == "adapter":
+        assert isinstance(network.model, PeftModel)
+        return AdapterSource(network.model, dtype, bucket_bytes, is_main=is_main)
+    to_servers = rollout_engine_of(config) == "vllm"
+    return MergedWeightSource(network, dtype, bucket_bytes, is_main=is_main, whole_modules=to_servers)
 
 
 def _build_evaluation(

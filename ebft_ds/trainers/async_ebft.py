@@ -109,7 +109,7 @@ class AsyncEBFTTrainer:
     def close(self) -> None:
         """Ends the rollout process and closes the logs; the interpreter's end does it too."""
         if self._parts is not None:
-            self._parts.desk.close()
+            self._parts.close()
             self._report.close()
             self._parts = None
 
@@ -236,21 +236,22 @@ class AsyncEBFTTrainer:
             self._save(parts)
 
     def _bring_engine_up_to_date(self, parts: RunParts) -> None:
-        """Before the first rollouts of this process: the engine must hold the trainer's weights, and the probe must agree."""
+        """Before rollouts: the engines must hold the trainer's weights. The first time in this process the probe must agree as well;
+        later only an engine that has lost them (a restarted server) gets them again."""
+        step = self.state.step
         if self._engine_checked:
-            return
-        if self.state.step == 0:
-            parts.sync.probe(0)
-        elif self._rolls_out(self.state.step) or self.state.step >= self.state.total_steps:
-            parts.sync.merge_check(self.state.step, force=True)
-        self._engine_checked = self._rolls_out(self.state.step)
+            parts.sync.repair(step)
+        elif step == 0 or self._rolls_out(step) or step >= self.state.total_steps:
+            parts.sync.begin(step)
+            self._engine_checked = self._rolls_out(step)
 
     def _evaluate(self, parts: RunParts) -> EvalResult | None:
         if parts.evaluation is None:
             return None
         parts.sync.merge_check(self.state.step, force=True)
+        parts.sync.repair(self.state.step)
         with self._report.timer("eval"):
-            result, groups = parts.evaluation.run()
+            result, groups = parts.evaluation.run(self.state.step)
         self._report.evaluation(self.state, result, groups)
         self._call("on_evaluate", result)
         return result

@@ -51,9 +51,9 @@ class HeldOutEvaluation:
         self._collectives = collectives
         self._batch_size = batch_size
 
-    def run(self) -> tuple[EvalResult, list[RolloutGroup]]:
-        """The numbers and the completions they were measured on."""
-        groups = self._desk.roll_out([self._make_request(prompt) for prompt in self.prompts])
+    def run(self, version: int) -> tuple[EvalResult, list[RolloutGroup]]:
+        """The numbers and the completions they were measured on. `version`: the trainer's, which the engines hold."""
+        groups = self._desk.roll_out([self._make_request(prompt) for prompt in self.prompts], version)
         trained, other = self._scorer.score(groups), self._other.score(groups)
         if not bool(trained.rewards.mask.any()):
             raise DataError("evaluation: no completion holds a token; check stop_token_ids")

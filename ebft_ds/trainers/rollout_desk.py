@@ -1,7 +1,8 @@
 """The collective front of the rollout feed: rank 0 owns feed and client, every rank gets the same groups.
 
 While rank 0 waits for rollouts, all ranks meet every `WAIT_SLICE` seconds on the CPU group: a stop signal at any rank and an
-error at rank 0 are known everywhere within a slice, and no rank sits in a collective that could time out.
+error at rank 0 are known everywhere within a slice, and no rank sits in a collective that could time out. An engine that has lost its
+weights meanwhile (a restarted server) is given them again from there, so that the wait can end.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -24,17 +25,46 @@ logger = logging.getLogger(__name__)
 
 WAIT_SLICE = 0.5
 REPORT_SECONDS = 30.0
+LOOK_SECONDS = 2.0
+"""Between two looks at the engines' versions while waiting."""
 T = TypeVar("T")
+
+
+class Repair(Protocol):
+    """Who gives lost weights back (WeightSync)."""
+
+    def stale(self) -> bool:
+        """Rank 0, not collective: an engine answers and does not hold the weights it should."""
+        ...
+
+    def repair(self, version: int) -> object:
+        """Collective: push to it."""
+        ...
 
 
 class RolloutDesk:
     """Groups for a step, references for a warm-start step, completions for an evaluation."""
 
-    def __init__(self, feed: RolloutFeed | None, client: RolloutClient | None, collectives: Collectives, stop: StopSignal) -> None:
+    def __init__(
+        self,
+        feed: RolloutFeed | None,
+        client: RolloutClient | None,
+        collectives: Collectives,
+        stop: StopSignal,
+        check_servers: Callable[[], None] | None = None,
+    ) -> None:
+        """`check_servers`: rank 0's further look after processes that the run depends on; raises RolloutError."""
         self._feed = feed
         self._client = client
         self._collectives = collectives
         self._stop = stop
+        self._check_servers = check_servers
+        self._repair: Repair | None = None
+        self._looked = time.monotonic()
+
+    def repair_with(self, repair: Repair) -> None:
+        """Collective in effect: from now on engines without their weights are repaired while waiting."""
+        self._repair = repair
 
     def next_groups(self, version: int) -> list[RolloutGroup]:
         """Collective: the groups of the step that starts from policy `version`; rollouts of later steps are under way afterwards.
@@ -52,29 +82,43 @@ class RolloutDesk:
                     "step %d: waiting for rollouts for %.0f s (%d in flight, %d ready)", version, waited, stats.in_flight, stats.queue_depth
                 )
 
-        self._wait(lambda: self._feed is not None and self._advance(self._feed, version), report)
+        self._wait(lambda: self._feed is not None and self._advance(self._feed, version), report, version)
         return self._hand_out(version)
 
-    def _wait(self, advance: Callable[[], bool], report: Callable[[], None]) -> None:
+    def _wait(self, advance: Callable[[], bool], report: Callable[[], None], version: int) -> None:
         """Collective: until rank 0's `advance` (a slice of work) says that it is done. Signals and errors reach every rank."""
         reported = time.monotonic()
         error: EbftError | None = None
         while True:
-            done = False
+            done, stale = False, False
             try:
                 done = advance()
+                if self._check_servers is not None:
+                    self._check_servers()
+                stale = not done and self._finds_stale()
             except EbftError as caught:
                 error = caught
-            stop, failed, is_done = self._collectives.max_ints([int(self._stop.requested), int(error is not None), int(done)])
+            stop, failed, is_done, repair = self._collectives.max_ints(
+                [int(self._stop.requested), int(error is not None), int(done), int(stale)]
+            )
             if stop:  # first: whoever stops the ranks may have stopped the rollout process as well
                 raise Preempted("a stop signal arrived while waiting for rollouts")
             if failed:
                 raise error or PeerError("the rollout side failed; rank 0's message names the cause")
             if is_done:
                 return
+            if repair and self._repair is not None:
+                self._repair.repair(version)
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
                 report()
+
+    def _finds_stale(self) -> bool:
+        """Now and then, on rank 0."""
+        if self._repair is None or self._client is None or time.monotonic() - self._looked < LOOK_SECONDS:
+            return False
+        self._looked = time.monotonic()
+        return self._repair.stale()
 
     def _advance(self, feed: RolloutFeed, version: int) -> bool:
         feed.top_up(version)
@@ -97,10 +141,11 @@ class RolloutDesk:
         """Collective: the next `count` prompts of the stream, for their references alone."""
         return self._collectives.broadcast(self._feed.take_references(count) if self._feed is not None else None, list[Prompt])
 
-    def roll_out(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
+    def roll_out(self, requests: Sequence[RolloutRequest], version: int) -> list[RolloutGroup]:
         """Collective: completions for evaluation prompts (negative indices), in the order of the requests. Raises like `next_groups`.
 
-        There is no deadline but the client's own: a process without progress is lost, a slow one is waited for.
+        `version`: the trainer's, for engines that need their weights again meanwhile. There is no deadline but the client's own: a
+        process without progress is lost, a slow one is waited for.
         """
         feed = self._feed
         self.on_main(lambda: feed.begin_evaluation(requests) if feed is not None else None)
@@ -113,7 +158,9 @@ class RolloutDesk:
 
         groups: list[RolloutGroup] | None = None
         try:
-            self._wait(advance, lambda: logger.info("evaluation: %d prompts to come", feed.evaluation_pending if feed is not None else 0))
+            self._wait(
+                advance, lambda: logger.info("evaluation: %d prompts to come", feed.evaluation_pending if feed is not None else 0), version
+            )
         finally:
             if feed is not None:
                 groups = feed.end_evaluation()
@@ -138,6 +185,8 @@ class RolloutDesk:
         if self._client is not None:
             try:
                 self._client.check()
+                if self._check_servers is not None:
+                    self._check_servers()
             except EbftError as caught:
                 error = caught
         stop, failed = self._collectives.max_ints([int(self._stop.requested), int(error is not None)])
