@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
-from ebft_ds.errors import ConfigError
 from ebft_ds.rollout.manifest import TensorSpec, WeightManifest
 from ebft_ds.rollout.spec import RolloutProcessSpec
 from ebft_ds.types import RolloutGroup, RolloutRequest
@@ -139,4 +138,6 @@ def make_engine(spec: RolloutProcessSpec) -> RolloutEngine:
 
             return TransformersEngine(spec)
         case "vllm":
-            raise ConfigError("the vLLM engine is not built yet")
+            from ebft_ds.rollout.vllm_engine import VllmEngine
+
+            return VllmEngine(spec)

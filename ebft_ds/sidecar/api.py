@@ -18,6 +18,8 @@ from ebft_ds.sidecar.push_ops import METHOD, Op, Replies, Reply
 A = TypeVar("A")
 CONNECT_SECONDS = 5.0
 CONTROL_SECONDS = 30.0
+TOKENS_METRIC = "vllm:iteration_tokens_total_sum"
+"""Grows with every step of an engine core."""
 
 
 class ServerUnreachable(RolloutError):
@@ -162,6 +164,15 @@ class VllmApi:
     async def weight_version(self, timeout: float = CONTROL_SECONDS) -> str:
         return (await self._call("GET", "/weight_info", _WeightInfo, timeout)).weight_version
 
+    async def tokens_processed(self, timeout: float = CONTROL_SECONDS) -> float | None:
+        """Prompt and completion tokens that the engine has worked on since its start; None where the server keeps no statistics."""
+        text = (await self._fetch("GET", "/metrics", timeout)).decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.startswith(TOKENS_METRIC)]
+        try:
+            return sum(float(line.split()[-1]) for line in lines) if lines else None
+        except ValueError as error:
+            raise BadAnswer(f"{self.address.url}/metrics: {error}") from error
+
     async def set_weight_version(self, name: str, timeout: float = CONTROL_SECONDS) -> None:
         """Label the weights that are there; moves nothing."""
         await self._command("/update_weight_version", timeout, {"new_version": name})
@@ -214,6 +225,17 @@ class VllmApi:
 
     async def _call(self, method: str, path: str, answer: type[A] | None, timeout: float, body: Any = None) -> A:
         """The decoded answer (None is returned where no shape is asked for)."""
+        content = await self._fetch(method, path, timeout, body)
+        if answer is None:
+            return None  # type: ignore[return-value]
+        try:
+            return msgspec.json.decode(content, type=answer)
+        except msgspec.MsgspecError as error:
+            where = f"{self.address.url}{path.partition('?')[0]}"
+            raise BadAnswer(f"{where}: an answer of another shape than expected ({error}): {_short(content)}") from error
+
+    async def _fetch(self, method: str, path: str, timeout: float, body: Any = None) -> bytes:
+        """The body of an answer with status 200."""
         where = f"{self.address.url}{path.partition('?')[0]}"
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, CONNECT_SECONDS))
         payload = None if body is None else msgspec.json.encode(body)
@@ -228,12 +250,7 @@ class VllmApi:
             raise ServerUnreachable(f"{where}: {type(error).__name__}: {error}") from error
         if status != 200:
             raise ServerRefused(f"{where} answered {status}: {_short(content)}", status)
-        if answer is None:
-            return None  # type: ignore[return-value]
-        try:
-            return msgspec.json.decode(content, type=answer)
-        except msgspec.MsgspecError as error:
-            raise BadAnswer(f"{where}: an answer of another shape than expected ({error}): {_short(content)}") from error
+        return content
 
     def _open(self) -> aiohttp.ClientSession:
         """Made inside the event loop. Proxies of the environment are ignored for local addresses."""
