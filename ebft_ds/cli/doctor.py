@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import sys
@@ -54,7 +53,7 @@ class Finding:
 
 def doctor(output_dir: Annotated[Path, typer.Option(help="Where runs will be written.")] = Path()) -> None:
     """Check versions, hardware, disk, compiler and caches; exit code 2 if something will not work."""
-    findings = [*check_python(), *check_packages(), *check_hardware(), *check_disk(output_dir), *check_compiler()]
+    findings = [*check_python(), *check_packages(), *check_vllm(), *check_hardware(), *check_disk(output_dir), *check_compiler()]
     table = Table()
     for heading in ("", "what", "found", "advice"):
         table.add_column(heading, overflow="fold")
@@ -73,7 +72,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Installed versions against the tested ones; vLLM is optional."""
+    """Installed versions against the tested ones."""
     for name, tested in TESTED.items():
         try:
             version = metadata.version(name)
@@ -84,8 +83,25 @@ def check_packages() -> Iterator[Finding]:
             yield Finding("ok", name, version)
         else:
             yield Finding("note", name, version, f"tested with {tested}")
-    if importlib.util.find_spec("vllm") is None:
-        yield Finding("ok", "vllm", "not installed", "optional; the embedded engine is used")
+
+
+def check_vllm() -> Iterator[Finding]:
+    """vLLM is optional; if it is there, its version, kind and our entry point count."""
+    from ebft_ds.sidecar.supported import PLUGIN_GROUP, TESTED, how_to_install, installed_vllm
+
+    found, on_cpu = installed_vllm(), count_accelerators() == 0
+    if found is None:
+        yield Finding("ok", "vllm", "not installed", f"optional, the embedded engine is used; {how_to_install(on_cpu)}")
+        return
+    text = f"{found.distribution} {found.version}"
+    if found.is_tested:
+        yield Finding("ok", "vllm", text)
+    else:
+        yield Finding("note", "vllm", text, f"servers are refused: tested with {TESTED}.*; {how_to_install(on_cpu)}")
+    if found.is_cpu_build != on_cpu:
+        yield Finding("note", "vllm build", "CPU" if found.is_cpu_build else "GPU", f"servers cannot start here; {how_to_install(on_cpu)}")
+    subject = f"entry point in {PLUGIN_GROUP}"
+    yield Finding("ok", subject, "found") if found.has_plugin else Finding("note", subject, "missing", "pip install -e . in the checkout")
 
 
 def check_hardware() -> Iterator[Finding]:

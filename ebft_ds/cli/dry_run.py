@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ebft_ds.cli.hardware import count_accelerators, default_world_size
+from ebft_ds.cli.devices import plan_ranks
 from ebft_ds.config import LoadedRecipe
 from ebft_ds.config.derived import DerivedNumbers
 
@@ -19,26 +19,28 @@ def dry_run(loaded: LoadedRecipe) -> None:
     from ebft_ds.cli.train import show_notes
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    accelerators = count_accelerators()
-    world_size = world_size_here(loaded, accelerators)
+    ranks = plan_ranks(loaded.config)
+    world_size = world_size_here(loaded, ranks.world_size)
     if loaded.config.run.master_port is not None:
         usable_port(loaded.config.run.master_port)
     from ebft_ds.data.preflight import run_preflight
+    from ebft_ds.sidecar.preflight import check_sidecar
 
-    found = run_preflight(loaded.config, world_size=world_size, accelerators=accelerators)
+    found = run_preflight(loaded.config, world_size=world_size, accelerators=ranks.accelerators)
+    check_sidecar(loaded.config, os.environ, on_cpu=ranks.accelerators == 0, facts=found.facts)
     show_notes(found.notes)
     console = Console()
     console.print(numbers_table(found.derived))
     console.print("The recipe, the model files and the data are fine; nothing was started.")
 
 
-def world_size_here(loaded: LoadedRecipe, accelerators: int) -> int:
-    """Ranks: a launcher's, or those that `ebft-ds train` would start."""
+def world_size_here(loaded: LoadedRecipe, own_ranks: int) -> int:
+    """Ranks: a launcher's, or those that `ebft-ds train` would start (`own_ranks`)."""
     if "WORLD_SIZE" in os.environ:
         from ebft_ds.train import check_world_size
 
         return check_world_size(loaded)
-    return default_world_size(loaded.config.run.num_processes, accelerators)
+    return own_ranks
 
 
 def numbers_table(derived: DerivedNumbers) -> Table:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ebft_ds.cli.hardware import count_accelerators, default_world_size
+from ebft_ds.cli.devices import plan_ranks
 from ebft_ds.cli.train import OverridesArgument, RecipeArgument, show_notes
 from ebft_ds.errors import ConfigError
 
@@ -33,7 +33,7 @@ def plan(
     if config.model.model_name_or_path is None:
         raise ConfigError("model_name_or_path is not set")
     facts = read_model_facts(config.model.model_name_or_path)
-    world_size = ranks or default_world_size(config.run.num_processes, count_accelerators())
+    world_size = ranks or plan_ranks(config).world_size
     report = check_config(config, Surroundings(world_size, None, facts))
     report.raise_if_bad()
     show_notes(loaded.notes + report.notes)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ebft_ds.cli.hardware import count_accelerators, default_world_size
+from ebft_ds.cli.devices import plan_ranks
 from ebft_ds.config import LoadedRecipe, load_recipe
 from ebft_ds.errors import ConfigError
 
@@ -49,17 +49,16 @@ def start_ranks(loaded: LoadedRecipe, recipe: str, overrides: list[str], task: s
     from ebft_ds.cli.supervisor import RankSupervisor
 
     config = loaded.config
-    accelerators = count_accelerators()
-    world_size = default_world_size(config.run.num_processes, accelerators)
-    output_dir = quick_check(loaded, world_size, accelerators)
+    ranks = plan_ranks(config)
+    output_dir = quick_check(loaded, ranks.world_size, ranks.accelerators)
     supervisor = RankSupervisor(
         # -P: a file called like a module in the working directory must not hide that module.
         [sys.executable, "-P", "-m", "ebft_ds.train", f"--task={task}", recipe, *overrides],
-        world_size,
+        ranks.world_size,
         master_port=config.run.master_port,
-        environment=rank_environment(),
+        environment=rank_environment() | ranks.environment,
         log_folder=output_dir / "logs",
-        on_cpu=accelerators == 0,
+        on_cpu=ranks.accelerators == 0,
     )
     return supervisor.run()
 
@@ -81,6 +80,7 @@ def quick_check(loaded: LoadedRecipe, world_size: int, accelerators: int) -> Pat
     from ebft_ds.config.deepspeed import build_deepspeed_config
     from ebft_ds.config.derived import derive
     from ebft_ds.config.preflight import check_dataset_paths, check_model_files, check_output_dir
+    from ebft_ds.sidecar.preflight import check_sidecar
 
     config = loaded.config
     wanted = os.environ.get("WORLD_SIZE")
@@ -91,6 +91,7 @@ def quick_check(loaded: LoadedRecipe, world_size: int, accelerators: int) -> Pat
     facts = check_model_files(config)
     report = check_config(config, Surroundings(world_size, accelerators, facts))
     report.raise_if_bad()
+    check_sidecar(config, os.environ, on_cpu=accelerators == 0, facts=facts)
     check_dataset_paths(config)
     show_notes(report.notes)
     derived = derive(config, world_size)

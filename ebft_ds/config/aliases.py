@@ -55,6 +55,16 @@ _COMMON_NAMES = {
     "weight_sync_steps": "vllm_merge_check_interval",
     "sync_interval": "vllm_merge_check_interval",
     "merge_check_interval": "vllm_merge_check_interval",
+    # vLLM
+    "vllm_url": "vllm_server_base_url",
+    "vllm_base_url": "vllm_server_base_url",
+    "vllm_server_url": "vllm_server_base_url",
+    "vllm_num_engines": "vllm_num_servers",
+    "vllm_max_model_length": "vllm_max_model_len",
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "enforce_eager": "vllm_enforce_eager",
+    "enable_prefix_caching": "vllm_enable_prefix_caching",
+    "max_num_seqs": "vllm_max_num_seqs",
     # loss
     "kl_coef": "beta",
     "kl_beta": "beta",

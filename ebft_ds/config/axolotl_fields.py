@@ -139,7 +139,12 @@ _ROWS = (
     _different("rollout_loop", None, "`package.module:Class` that speaks this package's rollout protocol.", "rollout_loop"),
     _same("rollout_loop_kwargs", None, "Passed to the class of rollout_loop; null is the empty mapping."),
     _same("vllm_merge_check_interval", "DEFAULT_MERGE_CHECK_INTERVAL", "Optimizer steps between weight pushes, to any engine; default 1."),
-    _no("vllm_lora_alias", None, "Name of an adapter pushed to vLLM. The embedded engine receives merged weights."),
+    _different(
+        "vllm_lora_alias",
+        None,
+        "First part of the adapter's name with sync_mode: adapter (default merged); run and version follow it.",
+        "vllm_lora_alias",
+    ),
     _same("ebft_feature_layers", [0.25, 0.5, 0.75], "Depth fractions; whole numbers are layers."),
     _different(
         "ebft_embed_method",

@@ -77,7 +77,9 @@ def convert_axolotl(path: Path) -> Conversion:
     if kind not in (None, "ebft"):
         raise ConfigError(f"{path}: rl: {kind} is another kind of training; only EBFT configurations are converted")
     result = Conversion()
-    for name, value in _flattened(raw):
+    flat = dict(_flattened(raw))
+    _vllm(result, flat)
+    for name, value in flat.items():
         _convert_one(result, name, value, str(path))
     for difference in differences():
         if difference.field in _KEPT_DEFAULTS and difference.field not in result.fields:
@@ -87,7 +89,7 @@ def convert_axolotl(path: Path) -> Conversion:
 
 
 def _flattened(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Keys of the trl: and ebft: sections come out flat; those of vllm: keep their prefix."""
+    """Keys of the trl: and ebft: sections come out flat; those of vllm: get it as a prefix."""
     for key, value in raw.items():
         if key in ("trl", "ebft") and isinstance(value, dict):
             yield from value.items()
@@ -103,7 +105,7 @@ def _convert_one(result: Conversion, name: str, value: Any, origin: str) -> None
         special(result, value)
         return
     if name.startswith("vllm."):
-        result.dropped.append(f"{name}: the rollout engine is the embedded one")
+        _vllm_section(result, name.removeprefix("vllm."), value)
         return
     target = name if name in FIELDS else _RENAMED.get(name) or ALIASES.get(name)
     if target:
@@ -128,6 +130,32 @@ def _take(result: Conversion, target: str, value: Any) -> None:
     if target in result.fields and result.fields[target] != value:
         result.notes.append(f"{target}: {value!r} replaces {result.fields[target]!r} given under another name")
     result.fields[target] = value
+
+
+def _vllm(result: Conversion, flat: dict[str, Any]) -> None:
+    """TRL's switch, mode and address of the server, taken out of `flat`."""
+    wanted, mode = flat.pop("use_vllm", None), flat.pop("vllm_mode", None)
+    host, port = flat.pop("vllm_server_host", None), flat.pop("vllm_server_port", None)
+    if not wanted:
+        return
+    if mode == "colocate":
+        result.fields["vllm_colocate"] = True
+        return
+    if "vllm_server_base_url" not in flat:
+        reachable = host if host not in (None, "0.0.0.0") else "127.0.0.1"
+        result.fields["vllm_server_base_url"] = f"http://{reachable}:{port or 8000}"
+    result.notes.append("use_vllm: start the server with `ebft-ds serve`, or replace vllm_server_base_url by vllm_launch: true")
+
+
+def _vllm_section(result: Conversion, name: str, value: Any) -> None:
+    """A key of Axolotl's vllm: section, which describes the server."""
+    renamed = {"dtype": "rollout_dtype", "max_model_len": "vllm_max_model_len"}.get(name, f"vllm_{name}")
+    if renamed == "rollout_dtype" and value == "auto":
+        return
+    if renamed in FIELDS:
+        _take(result, renamed, value)
+    else:
+        result.dropped.append(f"vllm.{name}: not known here; the server's own arguments go into vllm_server_args")
 
 
 def _adapter(result: Conversion, value: Any) -> None:

@@ -20,7 +20,11 @@ _PARALLEL = RefusedKey("{} parallelism of the trainer. The engine is data parall
 _QUANTISED = RefusedKey("Quantised base weights. They cannot be partitioned or pushed exactly yet; use a LoRA on the full weights.")
 _PRECISION = RefusedKey("A switch of the precision. Set dtype: float32, bfloat16 or float16.")
 _STRIDED = RefusedKey("A field of strided EBFT (documents without a prompt/completion split). Only mode: async exists yet.", (None,))
-_VLLM = RefusedKey("The vLLM server as rollout engine, which is not built yet. rollout_engine: transformers is the embedded engine.")
+_VLLM = RefusedKey(
+    "Whether and how vLLM is used. Here vllm_launch: true starts servers with the run, vllm_server_base_url names running ones, "
+    "vllm_colocate: true shares one GPU."
+)
+_VLLM_ADDRESS = RefusedKey("Where the vLLM server is. Use vllm_server_base_url: http://HOST:PORT, one or several.", (None,))
 _ADAMW = RefusedKey(
     "Choice of the optimizer. It is AdamW; see learning_rate, weight_decay, adam_*.", (None, "adamw", "adamw_torch", "AdamW")
 )
@@ -63,12 +67,10 @@ REFUSED_KEYS: dict[str, RefusedKey] = {
     "ebft_mode": RefusedKey("Axolotl's structured or strided mode. Structured is what mode: async does.", (None, "structured")),
     "use_vllm": _VLLM,
     "vllm_mode": _VLLM,
-    "vllm_server_host": _VLLM,
-    "vllm_server_port": _VLLM,
-    "vllm_server_base_url": _VLLM,
-    "vllm_gpu_memory_utilization": _VLLM,
-    "vllm_tensor_parallel_size": _VLLM,
-    "sync_mode": RefusedKey("How weights reach the engine. They are always pushed merged.", (None, "merged")),
+    "vllm_server_host": _VLLM_ADDRESS,
+    "vllm_server_port": _VLLM_ADDRESS,
+    "vllm_group_port": RefusedKey("Port of the weight transfer. A free one is chosen at every push.", (None,)),
+    "vllm_enable_sleep_mode": RefusedKey("Sleeping between the steps comes with vllm_colocate: true."),
     "optimizer": _ADAMW,
     "num_iterations": RefusedKey("Repeated use of a batch. Every rollout is trained on once.", (None, 1)),
     "steps_per_generation": RefusedKey("Reuse of a generation batch. Every rollout is trained on once.", (None, 1)),
@@ -91,7 +93,6 @@ REFUSED_KEYS: dict[str, RefusedKey] = {
     "repetition_penalty": RefusedKey("A penalty makes the sampled distribution another one than the policy's log-probs.", (None, 1.0)),
     "trl": RefusedKey("A section of Axolotl configurations. `ebft-ds convert-config FILE` translates them.", (None, {})),
     "ebft": RefusedKey("A section of Axolotl configurations. `ebft-ds convert-config FILE` translates them.", (None, {})),
-    "vllm": RefusedKey("A section of Axolotl configurations. `ebft-ds convert-config FILE` translates them.", (None, {})),
     "datasets": RefusedKey("Axolotl's list of datasets. Use train_dataset, or `ebft-ds convert-config FILE`.", (None, [])),
     "rl": RefusedKey("Axolotl's kind of training. Use `ebft-ds convert-config FILE`.", (None,)),
 }

@@ -89,8 +89,8 @@ def _checked(url: str, key: str | None) -> ServerAddress:
     if key is None and not address.is_local:
         raise ConfigError(
             f"vllm_server_base_url {address.url} is another machine and there is no key: whoever reaches that server could pause it, "
-            f"replace its weights and run code in it. Start it with `ebft-ds serve`, which makes a key, and give it here by vllm_api_key_file, "
-            f"{KEY_VARIABLE}, or vllm_server_base_url: file:ENDPOINTS"
+            f"replace its weights and run code in it. Start it with `ebft-ds serve`, which makes a key, and give it here by "
+            f"vllm_api_key_file, {KEY_VARIABLE}, or vllm_server_base_url: file:ENDPOINTS"
         )
     return address
 

@@ -72,7 +72,13 @@ def test_quantised_bases_are_refused_by_name() -> None:
 
 
 def test_differences_are_the_measured_choices() -> None:
-    assert {item.field for item in differences()} == {"ebft_embed_method", "ebft_use_whitening", "scoring_token_budget", "scale_rewards"}
+    assert {item.field for item in differences()} == {
+        "ebft_embed_method",
+        "ebft_use_whitening",
+        "scoring_token_budget",
+        "scale_rewards",
+        "vllm_lora_alias",
+    }
 
 
 def test_explain_knows_fields_aliases_and_refusals() -> None:
@@ -131,10 +137,11 @@ def test_an_axolotl_configuration_becomes_a_recipe(tmp_path: Path) -> None:
     assert (config.data.train_dataset, config.data.max_seq_length) == ("rows.jsonl", 1024)
     assert (config.rollout.num_generations, config.rollout.vllm_merge_check_interval) == (4, 2)
     assert (config.method.ebft_feature_layers, config.method.ebft_ce_coef) == ([0.5], 0.1)
+    assert (config.vllm.vllm_server_base_url, config.vllm.vllm_gpu_memory_utilization) == ("http://127.0.0.1:8000", 0.5)
     # what Axolotl would have done by default is stated
     assert (config.method.ebft_embed_method, config.method.ebft_use_whitening, config.loss.scale_rewards) == ("last_token", False, "group")
     dropped = "\n".join(conversion.dropped)
-    for key in ("sample_packing", "val_set_size", "wandb_project", "use_vllm", "vllm.gpu_memory_utilization", "strange_key"):
+    for key in ("sample_packing", "val_set_size", "wandb_project", "strange_key"):
         assert key in dropped
 
 
