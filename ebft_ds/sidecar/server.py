@@ -43,7 +43,7 @@ class _Running:
 
     def listen(self) -> None:
         """Take in what the guard has reported."""
-        with contextlib.suppress(BlockingIOError, ConnectionError):
+        with contextlib.suppress(OSError):  # nothing there, or the guard is gone, or the link closed
             while data := self.link.recv(4096):
                 self.heard += data.decode()
 
@@ -223,7 +223,6 @@ class ServerProcess:
         """Exit status of the server's first process as subprocess reports it (negative: signal); None while it runs."""
         if running.guard.poll() is None:
             return None
-        with contextlib.suppress(OSError):  # closed by `stop`
-            running.listen()
+        running.listen()
         told = running.told("ended")
         return told if told is not None else running.guard.returncode
