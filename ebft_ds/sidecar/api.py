@@ -17,6 +17,8 @@ from ebft_ds.sidecar.push_ops import METHOD, Op, Replies, Reply
 
 A = TypeVar("A")
 CONNECT_SECONDS = 5.0
+BUSY_CONNECT_SECONDS = 60.0
+"""For generation requests: thousands may want a connection at the same time."""
 CONTROL_SECONDS = 30.0
 TOKENS_METRIC = "vllm:iteration_tokens_total_sum"
 """Grows with every step of an engine core."""
@@ -119,7 +121,7 @@ class VllmApi:
         body = {"request_id": request_id, "token_ids": list(token_ids), "sampling_params": sampling_params, "stream": False}
         if model is not None:
             body["model"] = model
-        return await self._call("POST", "/inference/v1/generate", GenerateAnswer, timeout, body)
+        return await self._call("POST", "/inference/v1/generate", GenerateAnswer, timeout, body, connect=BUSY_CONNECT_SECONDS)
 
     async def prompt_logprobs(self, token_ids: Sequence[int], *, model: str | None = None, timeout: float = CONTROL_SECONDS) -> list[float]:
         """Log-probs of token_ids[1:], each given all before it, at temperature 1: [len - 1]."""
@@ -223,9 +225,11 @@ class VllmApi:
     async def _command(self, path: str, timeout: float, body: dict[str, Any] | None = None) -> None:
         await self._call("POST", path, None, timeout, body)
 
-    async def _call(self, method: str, path: str, answer: type[A] | None, timeout: float, body: Any = None) -> A:
+    async def _call(
+        self, method: str, path: str, answer: type[A] | None, timeout: float, body: Any = None, *, connect: float = CONNECT_SECONDS
+    ) -> A:
         """The decoded answer (None is returned where no shape is asked for)."""
-        content = await self._fetch(method, path, timeout, body)
+        content = await self._fetch(method, path, timeout, body, connect=connect)
         if answer is None:
             return None  # type: ignore[return-value]
         try:
@@ -234,16 +238,18 @@ class VllmApi:
             where = f"{self.address.url}{path.partition('?')[0]}"
             raise BadAnswer(f"{where}: an answer of another shape than expected ({error}): {_short(content)}") from error
 
-    async def _fetch(self, method: str, path: str, timeout: float, body: Any = None) -> bytes:
+    async def _fetch(self, method: str, path: str, timeout: float, body: Any = None, *, connect: float = CONNECT_SECONDS) -> bytes:
         """The body of an answer with status 200."""
         where = f"{self.address.url}{path.partition('?')[0]}"
-        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, CONNECT_SECONDS))
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, connect))
         payload = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} if payload is not None else {}
         try:
             async with self._open().request(method, self.address.url + path, data=payload, headers=headers, timeout=limits) as response:
                 content = await response.read()
                 status = response.status
+        except aiohttp.ConnectionTimeoutError as error:
+            raise ServerUnreachable(f"{where}: no connection within {limits.sock_connect:g} s") from error
         except TimeoutError as error:
             raise ServerUnreachable(f"{where}: no answer within {timeout:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
