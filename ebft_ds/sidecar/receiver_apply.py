@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -123,8 +123,8 @@ def _repack_heads(model: nn.Module, layers: Iterable[nn.Module]) -> None:
         return
     weights = {id(t) for layer in layers for t in layer.parameters(recurse=False)}
     for module in model.modules():
-        if isinstance(module, ParallelLMHead) and id(module.weight) in weights and module.weight.numel():
-            method: Any = module.quant_method
+        method = getattr(module, "quant_method", None)
+        if isinstance(module, ParallelLMHead) and isinstance(method, UnquantizedEmbeddingMethod) and id(module.weight) in weights:
             method.process_weights_after_loading(module)
 
 

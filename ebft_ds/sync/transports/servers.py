@@ -130,7 +130,7 @@ class ServerTransport(ABC):
     def _refuse_foreign(self, version: int, found: dict[ServerAddress, str]) -> None:
         """A push of what training changes completes the checkpoint or an earlier push of this run, nothing else."""
         for address, name in found.items():
-            if name != FRESH_VERSION and self.names.version(name) is None:
+            if name != FRESH_VERSION and not name.startswith(f"{self.names.run_token}:"):
                 raise WeightSyncError(
                     f"push {version} to {address.url}: the server holds {name!r}, not weights of this run: does another run push to it? "
                     f"A complete push, as at the start of a run, makes it ours"
