@@ -29,6 +29,7 @@ BUSY_STATUSES = frozenset({408, 425, 429, 503})
 LOST_STATUSES = frozenset({401, 403, 500, 502, 504})
 """Something is wrong with the server, not with the request."""
 GUARD_SECONDS = 0.25
+CANCEL_SECONDS = 0.2
 
 
 class Dispatcher:
@@ -102,12 +103,13 @@ class Dispatcher:
 
     async def stop(self) -> None:
         """Give up everything; the servers see closed connections and drop their requests."""
-        tasks = [*self._tasks, *(job.task for job in self._jobs if job.task is not None)]
         for job in self._jobs:
             job.dropped = True
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        pending = {*self._tasks, *(job.task for job in self._jobs if job.task is not None)}
+        while pending:  # a cancellation that meets the end of a wait can get lost
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=CANCEL_SECONDS)
         for server in self.servers:
             await server.api.close()
 
