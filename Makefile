@@ -11,7 +11,7 @@ CPU_ENV := TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions OMP_NUM_THRE
 # Tests that need root (network namespaces, cluster daemons) are left out, and said to be, for everybody else.
 MARKERS := $(if $(filter 0,$(shell id -u)),,-m "not root")
 
-.PHONY: setup demo test lint types layers check docs format warm clean
+.PHONY: setup demo demo-vllm test chaos lint types layers check docs format warm clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,10 @@ warm: setup
 
 demo: warm
 	$(CPU_ENV) $(BIN)/ebft-ds demo
+
+# The same with a real vLLM server on the CPU, started with the run.
+demo-vllm: warm
+	$(CPU_ENV) $(BIN)/ebft-ds demo --vllm
 
 lint: setup
 	$(BIN)/ruff check .
@@ -41,6 +45,10 @@ check: lint types layers
 test: check warm
 	@$(if $(MARKERS),echo "not run: tests marked root (run as root to include them)",true)
 	$(CPU_ENV) $(BIN)/python -m pytest $(MARKERS) $(PYTEST_ARGS)
+
+# Long proofs (half an hour): every process of the rollout side killed at idle, during generation and during a push.
+chaos: warm
+	$(CPU_ENV) $(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
 
 docs: setup
 	$(BIN)/python tools/make_docs.py

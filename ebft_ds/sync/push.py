@@ -157,8 +157,10 @@ class WeightSync:
         started = time.monotonic()
         pieces = self._source.pieces(complete=complete) if send_tensors else []
         manifest = WeightManifest(version, [TensorSpec(p.name, self._options.dtype, list(p.shape)) for p in pieces], complete=complete)
+        logger.debug("weight push %d begins: %d tensors, %d bytes", version, len(manifest.tensors), manifest.num_bytes)
         result = self._attempts(manifest)
         seconds = time.monotonic() - started
+        logger.debug("weight push %d is confirmed after %.2f s", version, seconds)
         self.pushed_version = version
         self._pushed_fingerprint = fingerprint
         survival = self._source.loss.delta_survival if send_tensors else None
