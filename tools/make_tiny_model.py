@@ -46,6 +46,8 @@ class TinyModelSettings:
     learning_rate: float = 5e-3
     hidden: int = 64
     num_layers: int = 4
+    num_heads: int = 4
+    """Of hidden / num_heads dimensions; vLLM on the CPU knows none below 32."""
     vocab_size: int = 1024
     max_length: int = 64
     """Tokens per pretraining text; only endless answers and long stories reach it."""
@@ -110,8 +112,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, settings: TinyModelSettings)
         hidden_size=settings.hidden,
         intermediate_size=2 * settings.hidden,
         num_hidden_layers=settings.num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_heads,
         max_position_embeddings=512,
         initializer_range=0.05,  # the usual 0.02 is made for wide models: copying is learnt far later with it
         tie_word_embeddings=True,
@@ -217,6 +219,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--mixture-from", type=float, default=defaults.mixture_from, help="part of the steps before the mixture")
     parser.add_argument("--reference-share", type=float, default=defaults.reference_share, help="answers in the references' manner")
+    parser.add_argument("--num-heads", type=int, default=defaults.num_heads, help="attention heads; 2 for vLLM on the CPU")
     parser.add_argument("--quick", action="store_true", help="a few steps only, for tests")
     parser.add_argument("--no-samples", action="store_true", help="no progress and no sample completions")
     options = parser.parse_args(arguments)
@@ -225,6 +228,7 @@ def main(arguments: list[str] | None = None) -> None:
         "seed": options.seed,
         "reference_share": options.reference_share,
         "mixture_from": options.mixture_from,
+        "num_heads": options.num_heads,
     }
     if options.steps is not None:
         changes["steps"] = options.steps

@@ -15,6 +15,7 @@ from ebft_ds.errors import ConfigError, EbftError
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for the tiny model and the run.")] = Path("demo_run"),
     steps: Annotated[int, typer.Option(help="Optimizer steps.", min=1)] = 40,
+    vllm: Annotated[bool, typer.Option("--vllm", help="Generate with a vLLM server that is started with the run.")] = False,
 ) -> None:
     """Make a tiny model, train it with EBFT on two ranks for about 40 steps, and show held-out numbers before and after.
 
@@ -29,16 +30,19 @@ def demo(
         raise ConfigError(
             f"ebft-ds demo needs a source checkout with tools/ and launch/; {root} is none. Clone the repository and run make demo"
         )
-    if not (output / "base" / "model" / "config.json").exists():
+    base = output / ("base_vllm" if vllm else "base")
+    if not (base / "model" / "config.json").exists():
         print("Making a tiny model and its prompts (about a minute) ...", flush=True)
-        made = subprocess.run([sys.executable, str(maker), "--output", str(output / "base")], check=False)
+        heads = ["--num-heads", "2"] if vllm else []  # vLLM on the CPU knows no heads as small as the other model's
+        made = subprocess.run([sys.executable, str(maker), "--output", str(base), *heads], check=False)
         if made.returncode != 0:
             raise EbftError(f"the tiny model could not be made (exit code {made.returncode}); its output is above")
     overrides = [
-        f"model_name_or_path={output / 'base' / 'model'}",
-        f"train_dataset={output / 'base' / 'train.jsonl'}",
-        f"eval_dataset={output / 'base' / 'eval.jsonl'}",
+        f"model_name_or_path={base / 'model'}",
+        f"train_dataset={base / 'train.jsonl'}",
+        f"eval_dataset={base / 'eval.jsonl'}",
         f"output_dir={output / 'run'}",
+        *(["vllm_launch=true", "vllm_max_num_seqs=64"] if vllm else []),
         "overwrite_output_dir=true",
         f"max_steps={steps}",
     ]

@@ -22,7 +22,18 @@ MODULE = "vllm.entrypoints.openai.api_server"
 WeightTransfer = Literal["nccl", "ipc", "ebft_gloo", "ebft_disk"]
 
 RANK_VARIABLES = frozenset(
-    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"}
+    {
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "LOCAL_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "NODE_RANK",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+    }
     | {"ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE"}
 )
 """What a launcher tells a trainer's rank; a server would take itself for one."""

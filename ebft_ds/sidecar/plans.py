@@ -46,6 +46,7 @@ def server_plans(
         raise ConfigError("model_name_or_path is not set")
     check_extra_arguments(vllm.vllm_server_args)
     check_extra_environment(vllm.vllm_server_env)
+    check_rank_devices(config, environ)
     key = given_key(vllm.vllm_api_key_file, environ)
     if key is None and (always_key or not is_loopback(vllm.vllm_host)):
         key = new_key()
@@ -94,6 +95,21 @@ def _device_shares(config: AsyncEBFTConfig, visible: Sequence[str]) -> list[tupl
         where = "vllm_devices names" if named is not None else "this machine offers"
         raise ConfigError(f"{where} {len(devices)} GPU(s), and {servers} server(s) of {each} need {each * servers}")
     return [tuple(devices[index * each : (index + 1) * each]) for index in range(servers)]
+
+
+def check_rank_devices(config: AsyncEBFTConfig, environ: Mapping[str, str]) -> None:
+    """In a rank: are its node's ranks on other GPUs than the servers? Errors: ConfigError."""
+    ranks = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE")
+    if ranks is None or not config.vllm.vllm_devices or config.vllm.vllm_colocate:
+        return
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    used = [str(number) for number in range(int(ranks))] if visible is None else visible.replace(" ", "").split(",")[: int(ranks)]
+    shared = [number for number in config.vllm.vllm_devices if str(number) in used]
+    if shared:
+        raise ConfigError(
+            f"vllm_devices {shared} are GPUs of this node's ranks as well; give the ranks others (deepspeed --include localhost:0,1,...; "
+            "`ebft-ds train` does it by itself)"
+        )
 
 
 def _adapters(config: AsyncEBFTConfig) -> AdapterPlan:

@@ -176,6 +176,15 @@ def test_devices_must_suffice() -> None:
         plans(recipe(vllm_num_servers=2), on_cpu=False, visible_devices=["0"])
 
 
+def test_a_launchers_ranks_may_not_sit_on_the_servers_gpus() -> None:
+    config = recipe(vllm_devices=[1])
+    for environ in ({"LOCAL_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "3,1"}):
+        with pytest.raises(ConfigError, match=r"vllm_devices \[1\] are GPUs of this node's ranks as well"):
+            plans(config, on_cpu=False, environ=environ)
+    for environ in ({}, {"LOCAL_WORLD_SIZE": "1"}, {"LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "0,2,1"}):
+        assert plans(config, on_cpu=False, environ=environ)[0].devices == ("1",)
+
+
 def test_urls() -> None:
     plan = ServerPlan(model="m", max_model_len=8, host="::1")
     assert served_url(plan, 80) == "http://[::1]:80"

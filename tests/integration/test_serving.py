@@ -1,0 +1,323 @@
+"""Real vLLM servers: the key on every route, deaths noticed and repaired, and nothing left after any end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.errors import RolloutError
+from ebft_ds.sidecar.address import ServerAddress
+from ebft_ds.sidecar.api import ServerRefused, VllmApi
+from ebft_ds.sidecar.command import AdapterPlan, ServerPlan, server_command
+from ebft_ds.sidecar.endpoints import resolve_servers
+from ebft_ds.sidecar.server import ServerProcess
+from ebft_ds.sidecar.supervisor import SidecarSupervisor
+from ebft_ds.sidecar.supported import check_server
+from tests.integration.cli_runs import environment
+from tests.integration.vllm_server import START_SECONDS, group_members, tiny_plan
+
+pytestmark = pytest.mark.timeout(1500)
+
+SAMPLING = {"max_tokens": 200, "min_tokens": 200, "temperature": 1.0, "n": 8, "detokenize": False}
+GONE_SECONDS = 10.0
+
+
+def until(condition: Callable[[], bool], what: str, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {timeout} s"
+        time.sleep(0.1)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not psutil.wait_procs(processes, timeout=GONE_SECONDS)[1]
+
+
+def named(processes: list[psutil.Process], part: str) -> psutil.Process:
+    return next(process for process in processes if part in " ".join(process.cmdline()))
+
+
+def ask(address: ServerAddress, *requests: tuple[str, str]) -> list[int]:
+    """Status of each (method, path)."""
+
+    async def all_of_them() -> list[int]:
+        headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
+        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=60.0)) as session:
+            found = []
+            for method, path in requests:
+                async with session.request(method, address.url + path, json={}) as response:
+                    found.append(response.status)
+            return found
+
+    return asyncio.run(all_of_them())
+
+
+class InFlight:
+    """Long requests that keep a server busy; how they end is the server's business."""
+
+    def __init__(self, address: ServerAddress, count: int = 24) -> None:
+        self._address = address
+        self._count = count
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+        asyncio.run(self._until_running())
+
+    async def _run(self) -> None:
+        api = VllmApi(self._address)
+        work = (api.generate([1, 2, 3], SAMPLING, request_id=f"long-{i}", model=None, timeout=300.0) for i in range(self._count))
+        await asyncio.gather(*work, return_exceptions=True)
+        await api.close()
+
+    async def _until_running(self) -> None:
+        headers = {"Authorization": f"Bearer {self._address.api_key}"} if self._address.api_key else {}
+        deadline = time.monotonic() + 60.0
+        async with aiohttp.ClientSession(headers=headers) as session:
+            while True:
+                async with session.get(self._address.url + "/metrics") as response:
+                    lines = (await response.text()).splitlines()
+                if any(line.startswith("vllm:num_requests_running") and not line.endswith(" 0.0") for line in lines):
+                    return
+                assert time.monotonic() < deadline, "no request runs"
+                await asyncio.sleep(0.1)
+
+    def join(self) -> bool:
+        """Has every client got its answer or its error?"""
+        self._thread.join(30.0)
+        return not self._thread.is_alive()
+
+
+def test_control_routes_are_closed_without_the_key_and_open_with_it(vllm_server: ServerProcess) -> None:
+    stranger = ServerAddress(vllm_server.address.url)
+    control = [
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+        ("POST", "/update_weights"),
+        ("POST", "/start_weight_update"),
+        ("GET", "/weight_info"),
+        ("POST", "/collective_rpc"),
+        ("POST", "/inference/v1/generate"),
+        ("POST", "/invocations"),
+        ("GET", "/openapi.json"),
+        ("GET", "/metrics"),
+        ("GET", "/server_info"),
+    ]
+    assert ask(stranger, *control) == [401] * len(control)
+    assert ask(ServerAddress(stranger.url, "wrong"), *control) == [401] * len(control)
+    assert ask(stranger, ("GET", "/health")) == [200]
+    assert ask(vllm_server.address, ("GET", "/weight_info"), ("POST", "/pause"), ("POST", "/resume")) == [200, 200, 200]
+    assert 401 not in ask(vllm_server.address, *control)
+
+
+def test_a_started_server_is_one_that_we_support(vllm_server: ServerProcess) -> None:
+    async def check(length: int, transport: str = "gloo") -> None:
+        api = VllmApi(vllm_server.address)
+        try:
+            await check_server(api, transport, context_length=length)  # type: ignore[arg-type]
+        finally:
+            await api.close()
+
+    asyncio.run(check(256))
+    asyncio.run(check(256, "ipc"))
+    with pytest.raises(RolloutError, match="its --max-model-len is 256, and max_seq_length is 257"):
+        asyncio.run(check(257))
+    with pytest.raises(RolloutError, match="it lacks /v1/load_lora_adapter"):
+        asyncio.run(check(256, "adapter"))
+
+
+def test_sampling_defaults_of_the_checkpoint_do_not_apply(vllm_server: ServerProcess) -> None:
+    """`servable_model`'s generation configuration stops at two ids and samples; the server is to know nothing of it."""
+
+    async def generate() -> tuple[str, int]:
+        api = VllmApi(vllm_server.address)
+        params = {"max_tokens": 64, "temperature": 1.0, "seed": 3, "logprobs": 0, "detokenize": False, "n": 4}
+        answer = await api.generate([1, 2, 3], params, request_id="plain", model=None, timeout=60.0)
+        await api.close()
+        return answer.choices[0].finish_reason, sum(len(choice.token_ids) for choice in answer.choices)
+
+    assert asyncio.run(generate())[0] in ("length", "stop")
+    with pytest.raises(ServerRefused) as caught:
+        asyncio.run(_prompt_of(vllm_server.address, 300))
+    assert caught.value.status == 400
+
+
+async def _prompt_of(address: ServerAddress, tokens: int) -> None:
+    api = VllmApi(address)
+    try:
+        await api.generate([1] * tokens, {"max_tokens": 1}, request_id="overlong", model=None, timeout=60.0)
+    finally:
+        await api.close()
+
+
+FLAGS = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+for argv in json.load(sys.stdin):
+    make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
+print("understood")
+"""
+
+
+def test_the_installed_vllm_understands_every_flag() -> None:
+    """Those of GPU servers too, which do not start here."""
+    import json
+
+    plans = [
+        ServerPlan(model="m", max_model_len=8, port=1, on_cpu=True, weight_transfer="ebft_disk", api_key="k", max_num_seqs=4),
+        ServerPlan(model="m", max_model_len=8, port=1, adapters=AdapterPlan(16), enable_prefix_caching=False, enforce_eager=True),
+        ServerPlan(model="m", max_model_len=8, port=1, weight_transfer="ipc", sleep_mode=True, revision="r", trust_remote_code=True),
+        ServerPlan(model="m", max_model_len=8, port=1, weight_transfer="nccl", tensor_parallel_size=2, data_parallel_size=2),
+    ]
+    arguments = json.dumps([server_command(plan, {}).argv[4:] for plan in plans])
+    parsed = subprocess.run([sys.executable, "-c", FLAGS], input=arguments, capture_output=True, text=True, timeout=300, check=False)
+    assert parsed.stdout.strip().endswith("understood"), parsed.stderr[-3000:]
+
+
+def test_kills_are_noticed_repaired_and_at_last_reported(servable_model: Path, tmp_path: Path) -> None:
+    supervisor = SidecarSupervisor(
+        [tiny_plan(servable_model)], log_folder=tmp_path, restarts=2, start_timeout=START_SECONDS, stop_grace=5.0
+    )
+    server = supervisor.servers[0]
+    try:
+        supervisor.start()
+        for index, victim in enumerate(("VLLM::Worker", "api_server", "VLLM::EngineCore")):
+            pid = server.pid()
+            assert pid is not None
+            members = group_members(pid)
+            assert len(members) >= 3
+            named(members, victim).kill()
+            assert gone(members), f"something was left after {victim} was killed"
+            if index < 2:
+                until(lambda count=index + 1: supervisor.restarted() == count, "restart", 30.0)
+                until(lambda: _answers(server.address), "answer of the new server", START_SECONDS)
+                supervisor.check()
+            else:
+                with pytest.raises(RolloutError, match=r"died \(.*\); it was started again 2 time\(s\)[\s\S]*the end of"):
+                    _until_raises(supervisor.check, 30.0)
+    finally:
+        supervisor.stop()
+
+
+def _answers(address: ServerAddress) -> bool:
+    async def version() -> bool:
+        api = VllmApi(address)
+        try:
+            return await api.weight_version(5.0) == "default"
+        except RolloutError:
+            return False
+        finally:
+            await api.close()
+
+    return asyncio.run(version())
+
+
+def _until_raises(check: Callable[[], None], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        check()
+        time.sleep(0.1)
+
+
+class Serve:
+    """`ebft-ds serve` as a user starts it."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.endpoints = folder / "endpoints.json"
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(
+            f"model: {{model_name_or_path: {model}, dtype: float32}}\nmax_seq_length: 256\nmax_completion_length: 200\n"
+            "vllm: {max_num_seqs: 16, kv_cache_memory_bytes: 67108864, stop_grace: 5.0, server_start_timeout: 420.0}\n"
+        )
+        self.log = open(folder / "serve.log", "w")  # noqa: SIM115  closed in `end`
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ebft_ds.cli.app", "serve", str(recipe), "--endpoints", str(self.endpoints), "--logs", str(folder)],
+            env=environment(),
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def wait_ready(self) -> None:
+        def ready() -> bool:
+            assert self.process.poll() is None, self.said()
+            return self.endpoints.exists()
+
+        until(ready, "endpoints file", START_SECONDS)
+
+    def said(self) -> str:
+        return Path(self.log.name).read_text()
+
+    def address(self) -> ServerAddress:
+        return resolve_servers(AsyncEBFTConfig(vllm_server_base_url=f"file:{self.endpoints}"), {})[0]
+
+    def below(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()  # the guard ends the rest
+            self.process.wait()
+        self.log.close()
+
+
+@pytest.fixture
+def two_serving(servable_model: Path, tmp_path: Path) -> Iterator[tuple[Serve, Serve]]:
+    """Two runs on one machine, started at once."""
+    folders = (tmp_path / "a", tmp_path / "b")
+    for folder in folders:
+        folder.mkdir()
+    runs = (Serve(servable_model, folders[0]), Serve(servable_model, folders[1]))
+    try:
+        for run in runs:
+            run.wait_ready()
+        yield runs
+    finally:
+        for run in runs:
+            run.end()
+
+
+def test_two_runs_do_not_collide_and_each_ends_without_a_trace(two_serving: tuple[Serve, Serve]) -> None:
+    killed, stopped = two_serving
+    theirs, ours = killed.address(), stopped.address()
+    assert theirs.url != ours.url
+    assert theirs.api_key != ours.api_key
+    assert ask(ServerAddress(ours.url, theirs.api_key), ("GET", "/weight_info")) == [401]
+
+    members = killed.below()
+    assert len(members) >= 4  # guard, front, core, worker
+    killed.process.send_signal(signal.SIGKILL)
+    assert gone(members)
+    assert _answers(ours)
+
+    requests, members = InFlight(ours), stopped.below()
+    started = time.monotonic()
+    stopped.process.send_signal(signal.SIGTERM)
+    assert stopped.process.wait(timeout=45.0) == 0, stopped.said()
+    assert time.monotonic() - started < 30.0  # three graces of five seconds, and the sweep
+    assert gone(members)
+    assert requests.join()
+    assert not stopped.endpoints.exists()
+    assert "SIGTERM: stopping the servers" in stopped.said()
+
+
+def test_a_model_that_cannot_be_loaded_is_reported_with_the_log(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "none_such", "architectures": ["NoneSuch"]}')
+    server = ServerProcess(tiny_plan(tmp_path / "model"), tmp_path / "server.log", stop_grace=5.0)
+    try:
+        server.start()
+        with pytest.raises(RolloutError, match=r"ended while it started \(exit code 1\)[\s\S]*none_such"):
+            server.wait_ready(START_SECONDS)
+    finally:
+        server.stop()
