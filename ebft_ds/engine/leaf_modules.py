@@ -11,6 +11,11 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 
+def is_expert_block(module: nn.Module) -> bool:
+    """The blocks' classes go by many names; all keep their experts under this one."""
+    return "experts" in dict(module.named_children())
+
+
 def mark_leaf_modules(network: nn.Module) -> list[str]:
     """Marks mixture-of-experts blocks and adapters on bare parameters; returns their names. Call it before `deepspeed.initialize`.
 
@@ -22,9 +27,7 @@ def mark_leaf_modules(network: nn.Module) -> list[str]:
     for name, module in network.named_modules():
         if any(name.startswith(f"{leaf}.") for leaf in found):
             continue
-        children = dict(module.named_children())
-        # The blocks' classes go by many names; all keep their experts under this one.
-        if "experts" in children or isinstance(module, ParamWrapper):
+        if is_expert_block(module) or isinstance(module, ParamWrapper):
             set_z3_leaf_module(module, True)
             found.append(name)
     if found:

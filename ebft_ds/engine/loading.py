@@ -16,6 +16,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ebft_ds.config.sections import ModelSection, PeftSection
+from ebft_ds.engine.leaf_modules import is_expert_block
 from ebft_ds.engine.network import LanguageNetwork, install_log_prob_head
 from ebft_ds.errors import ConfigError, ModelError
 
@@ -66,9 +67,10 @@ def load_actor(
     causal_lm.config.use_cache = False
     if model.gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=model.gradient_checkpointing_kwargs)
-        if peft.use_peft:
-            # With frozen embeddings no input of the first block needs a gradient, and reentrant checkpointing would cut the graph.
-            causal_lm.enable_input_require_grads()
+    if peft.use_peft and (model.gradient_checkpointing or any(map(is_expert_block, causal_lm.modules()))):
+        # With frozen embeddings no input of the first block needs a gradient: reentrant checkpointing would cut the graph, and ZeRO-3
+        # would let go of a leaf module's parameters before its backward.
+        causal_lm.enable_input_require_grads()
     if not peft.use_peft:
         return LanguageNetwork(causal_lm)
     with sharded_loading(deepspeed_config):  # PEFT looks there whether it must gather the weights that DoRA takes its magnitudes from
