@@ -24,8 +24,8 @@ from ebft_ds.sidecar.address import ServerAddress
 from ebft_ds.sidecar.api import VllmApi
 from ebft_ds.sidecar.command import ServerPlan, served_url, server_command
 from ebft_ds.sidecar.ports import PortHold
+from ebft_ds.sidecar.server_log import START_MARK, log_end
 
-TAIL_LINES = 40
 POLL_SECONDS = 0.25
 PROBE_SECONDS = 5.0
 FIRST_TOKEN_SECONDS = 60.0
@@ -106,7 +106,7 @@ class ServerProcess:
         guard = [sys.executable, "-P", "-m", "ebft_ds.sidecar.guard", str(theirs.fileno()), str(os.getpid()), f"{self._grace:g}", "--"]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with theirs, open(self.log_path, "ab") as log:
-            log.write(f"\n=== {time.strftime('%F %T')} {shlex.join(argv)}\n".encode())
+            log.write(f"\n{START_MARK}{time.strftime('%F %T')} {shlex.join(argv)}\n".encode())
             log.flush()
             process = subprocess.Popen(
                 guard + argv,
@@ -173,13 +173,9 @@ class ServerProcess:
             return "still running" if self._running is not None else "not started"
         return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
 
-    def log_tail(self, lines: int = TAIL_LINES) -> str:
-        """The last lines of its log, as the end of an error message."""
-        try:
-            text = self.log_path.read_text(encoding="utf-8", errors="backslashreplace").splitlines()[-lines:]
-        except OSError as error:
-            return f"its log {self.log_path} cannot be read: {error.strerror}"
-        return f"the end of {self.log_path}:\n" + "\n".join(f"  {line}" for line in text)
+    def log_tail(self) -> str:
+        """What its log says at the end, as the end of an error message."""
+        return log_end(self.log_path)
 
     def stop(self) -> None:
         """End it: pending requests are aborted, then SIGTERM, then SIGKILL to the whole group. Takes three graces at most; idempotent."""

@@ -203,7 +203,7 @@ def test_kills_are_noticed_repaired_and_at_last_reported(servable_model: Path, t
                 until(lambda: _answers(server.address), "answer of the new server", START_SECONDS)
                 supervisor.check()
             else:
-                with pytest.raises(RolloutError, match=r"died \(.*\); it was started again 2 time\(s\)[\s\S]*the end of"):
+                with pytest.raises(RolloutError, match=r"died \(.*\); it was started again 2 time\(s\)[\s\S]*(the end of|its end)"):
                     _until_raises(supervisor.check, 30.0)
     finally:
         supervisor.stop()
