@@ -166,6 +166,72 @@ def zero_engine(model: Path, dtype: str, offload: bool) -> str:
     return report
 
 
+def vllm_push(model: Path, transport: str) -> str:
+    """A vLLM server on a GPU takes moved weights by this transport, and its log-probs are then those of the moved model, float32."""
+    need("vllm")
+    if transport == "nccl" and torch.cuda.device_count() < 2:
+        raise Skip("nccl needs a GPU for the trainer and another one for the server")
+    from transformers import AutoModelForCausalLM
+
+    from ebft_ds.rollout.manifest import TensorSpec, WeightManifest
+    from ebft_ds.sidecar.command import ServerPlan
+    from ebft_ds.sidecar.control import ControlLoop
+    from ebft_ds.sidecar.server import ServerProcess
+    from ebft_ds.sidecar.versions import VersionNames, new_run_token
+    from ebft_ds.sync.transports.disk import DiskTransport
+    from ebft_ds.sync.transports.gloo import GlooTransport
+    from ebft_ds.sync.transports.servers import ServerTransport
+
+    served = make_random_model(model.parent / f"served_{transport}", head_dim=64, num_layers=2)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    plan = ServerPlan(
+        model=str(served),
+        max_model_len=256,
+        api_key="gpu-check",
+        devices=(visible[1 if transport == "nccl" else 0],),
+        gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=64 * 2**20,
+        enforce_eager=True,
+        weight_transfer={"nccl": "nccl", "ipc": "ipc", "gloo": "ebft_gloo", "disk": "ebft_disk"}[transport],  # type: ignore[arg-type]
+    )
+    plain = AutoModelForCausalLM.from_pretrained(served, dtype=torch.float32).eval()
+    server, control, names = ServerProcess(plan, model.parent / f"{transport}.log"), ControlLoop(), VersionNames(new_run_token())
+    try:
+        server.start()
+        server.wait_ready(300.0)
+        way: ServerTransport
+        if transport == "gloo":
+            way = GlooTransport([server.address], names, control)
+        elif transport == "disk":
+            way = DiskTransport([server.address], names, control, sync_dir=model.parent / "pushes")
+        else:
+            from ebft_ds.sync.transports.vllm_native import native_transport
+
+            way = native_transport("nccl" if transport == "nccl" else "ipc", [server.address], names, control)
+        reports = []
+        for version in (1, 2):
+            with torch.no_grad():
+                for parameter in plain.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.03)
+            tensors = [(name, parameter.detach().clone()) for name, parameter in plain.named_parameters()]
+            specs = [TensorSpec(name, "float32", list(tensor.shape)) for name, tensor in tensors]
+            result = way.push(WeightManifest(version, specs), iter([tensors[:7], tensors[7:]]), 120.0)
+            [scored] = way.score(ROWS[0], 1.0, 60.0)
+            with torch.no_grad():
+                logits = plain(torch.tensor([ROWS[0]])).logits[0, :-1]
+            wanted = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(ROWS[0][1:])[:, None])[:, 0]
+            reports.append(f"{close(torch.tensor(scored), wanted, 5e-3)}, paused {result.pause_seconds:.2f} s")
+        way.close()
+        return reports[-1]
+    finally:
+        server.stop()
+        control.close()
+
+
+def _push_check(kind: str) -> Callable[[Path], str]:
+    return lambda model: vllm_push(model, kind)
+
+
 def main() -> int:
     """Run every check; see the module's text for the exit codes."""
     if not torch.cuda.is_available():
@@ -179,6 +245,7 @@ def main() -> int:
         ("ZeRO-3 engine, float32", lambda model: zero_engine(model, "float32", False)),
         ("ZeRO-3 engine, bf16", lambda model: zero_engine(model, "bfloat16", False)),
         ("ZeRO-3 engine, bf16, CPU offload", lambda model: zero_engine(model, "bfloat16", True)),
+        *((f"vLLM server, push by {kind}", _push_check(kind)) for kind in ("gloo", "disk", "ipc", "nccl")),
     ]
     failed = 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

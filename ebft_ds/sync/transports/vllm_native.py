@@ -1,7 +1,7 @@
 """Pushes by vLLM's own weight-transfer engines, nccl and ipc: between GPUs.
 
-vLLM's receiving engines take a model apart when an update starts, so generation stands still for the whole transfer. A push that fails on the
-way leaves a server paused, with a label that is no version: the next push that succeeds puts it together and resumes it.
+vLLM's receiving engines take a model apart when an update starts, so generation stands still for the whole transfer. A push that fails on
+the way leaves a server paused, with a label that is no version: the next push that succeeds puts it together and resumes it.
 """
 
 from __future__ import annotations
