@@ -77,7 +77,7 @@ def push_and_compare(
     collectives: Collectives, model: Path, fields: dict[str, Any], address: ServerAddress, way: str, folder: Path
 ) -> dict[str, Any]:
     """Ten steps with a push after each; what the server says of fresh and of repeated prompts, and what the trainer says."""
-    config = make_config(model, num_generations=2, sync_mode="adapter" if way == "adapter" else "merged", **fields)
+    config = make_config(model, num_generations=2, learning_rate=2e-3, sync_mode="adapter" if way == "adapter" else "merged", **fields)
     engines = make_engines(config, collectives.world_size, 2, random_adapter(config) if config.peft.use_peft else None)
     token, control = new_run_token(), ControlLoop()
     transport = make_transport(way, address, token, control, engines, folder) if collectives.is_main else None
