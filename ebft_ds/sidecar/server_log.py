@@ -11,6 +11,7 @@ TAIL_LINES = 30
 EARLIER_ERRORS = 5
 _READ_BYTES = 512 * 1024
 _ERROR = re.compile(r"\b\w*(?:Error|Exception|Killed)\b: .+")
+_NOISE = re.compile(r"\] Route: ")
 _ORIGIN = re.compile(r"^\([^)]* pid=\d+\) (?:\w+ \d\d-\d\d [\d:]+ \[[^\]]*\] )?")
 
 
@@ -32,6 +33,6 @@ def _last_start(path: Path) -> list[str]:
         stream.seek(0, 2)
         stream.seek(max(0, stream.tell() - _READ_BYTES))
         text = stream.read().decode(errors="backslashreplace")
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.splitlines() if line.strip() and not _NOISE.search(line)]
     starts = [index for index, line in enumerate(lines) if line.startswith(START_MARK)]
     return lines[starts[-1] + 1 :] if starts else lines

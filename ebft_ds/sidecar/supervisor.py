@@ -71,6 +71,10 @@ class SidecarSupervisor:
             if keeper.failure is not None:
                 raise RolloutError(keeper.failure)
 
+    def all_ready(self) -> bool:
+        """Are all servers up now, as far as is known?"""
+        return all(keeper.ready.is_set() for keeper in self._keepers)
+
     def restarted(self) -> int:
         """How often servers were started again."""
         return sum(keeper.restarted for keeper in self._keepers)
@@ -115,7 +119,6 @@ class _Keeper:
 
     def _keep(self) -> None:
         self._bring_up()
-        self.ready.set()
         logger.info("%s is ready", self.server.name)
         while not self._stopping.wait(WATCH_SECONDS):
             if not self.server.alive():
@@ -123,6 +126,7 @@ class _Keeper:
 
     def _revive(self) -> None:
         """Start it again, as often as it may be. Errors: RolloutError for the last failure."""
+        self.ready.clear()
         what = f"{self.server.name} died ({self.server.end_in_words()})"
         while True:
             if self.restarted >= self._restarts:
@@ -130,7 +134,7 @@ class _Keeper:
                     f"{what} and was started again {self.restarted} time(s) (vllm_server_restarts); {self.server.log_tail()}"
                 )
             self.restarted += 1
-            logger.warning("%s; it is started again (%d of %d)", what, self.restarted, self._restarts)
+            logger.warning("%s; it is started again (%d of %d)", what.splitlines()[0], self.restarted, self._restarts)
             try:
                 self._bring_up()
             except RolloutError as error:
@@ -144,3 +148,4 @@ class _Keeper:
     def _bring_up(self) -> None:
         self.server.start()
         self.server.wait_ready(self._start_timeout)
+        self.ready.set()
