@@ -74,10 +74,7 @@ def _check_whole_layers(where: str, announced: set[str], layer_map: LayerMap) ->
         missing = sorted(layer_map.layers[layer] - announced)
         if missing:
             brought = sorted(layer_map.layers[layer] & announced)
-            raise WeightSyncError(
-                f"{where}: the server's layer {layer} is made of {len(missing) + len(brought)} tensors and only {some(brought)} came; "
-                f"missing: {some(missing)}"
-            )
+            raise WeightSyncError(f"{where} covers the server's layer {layer} only in part: {some(brought)} came, missing: {some(missing)}")
 
 
 def some(names: list[str]) -> str:

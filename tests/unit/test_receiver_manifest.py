@@ -41,7 +41,7 @@ def test_whole_layers_pass() -> None:
 
 
 def test_a_part_of_a_fused_layer_is_refused_with_what_is_missing() -> None:
-    with pytest.raises(WeightSyncError, match=f"qkv_proj is made of 3 tensors and only {re.escape(Q)} came; missing: .*k_proj.*v_proj"):
+    with pytest.raises(WeightSyncError, match=f"qkv_proj only in part: {re.escape(Q)} came, missing: .*k_proj.*v_proj"):
         check(manifest(NORM, Q))
 
 

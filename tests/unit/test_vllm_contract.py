@@ -246,7 +246,7 @@ def test_hand_over_keeps_one_bucket_between_the_threads() -> None:
     taking.result(10.0)
     assert taken == [1, 2, 3]
     late = HandOver(Deadline(0.1))
-    with pytest.raises(WeightSyncError, match="0.1 s are over"):
+    with pytest.raises(WeightSyncError, match=r"0.1 s are over"):
         late.put(TENSORS[:1])
     broken = HandOver(Deadline(10.0))
     broken.fail("the other side broke")

@@ -188,11 +188,12 @@ class PushRound:
                     )
 
     def _wait(self, futures: Mapping[ServerAddress, Future[None]], what: str) -> None:
-        concurrent.futures.wait(futures.values(), timeout=self._deadline.share)
+        limit = self._deadline.share
+        concurrent.futures.wait(futures.values(), timeout=limit)
         failed: dict[ServerAddress, BaseException] = {}
         for server, future in futures.items():
             if not future.done():
-                failed[server] = TimeoutError("it stands still")
+                failed[server] = TimeoutError(f"not done within {limit:.1f} s, of {self._deadline.seconds:g} s for the whole push")
             elif (error := future.exception()) is not None:
                 failed[server] = error
         self._sort(failed, what)

@@ -48,8 +48,8 @@ class RunFolder:
             free = shutil.disk_usage(self.path).free
             if free < num_bytes + SPARE_BYTES:
                 raise WeightSyncError(
-                    f"push {version} needs {num_bytes / 1e6:.0f} MB in {self.path.parent}, {free / 1e6:.0f} MB are free: "
-                    f"free some, or set sync_dir to a larger file system"
+                    f"push {version}: not enough room in {self.path.parent}: {num_bytes / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free; "
+                    f"make room, or set sync_dir to a larger file system"
                 )
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(mode=self._mode)
