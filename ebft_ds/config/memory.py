@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.derived import DerivedNumbers
+from ebft_ds.config.engine_choice import rollout_engine_of
 from ebft_ds.config.model_facts import ModelFacts
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -39,7 +40,7 @@ def deepest_layer(config: AsyncEBFTConfig, facts: ModelFacts) -> int:
 
 
 def estimate_memory(config: AsyncEBFTConfig, facts: ModelFacts, derived: DerivedNumbers) -> list[MemoryItem]:
-    """Items of one rank, and of the rollout process."""
+    """Items of one rank, and of the rollout engine."""
     size, ranks = _BYTES[config.model.dtype], derived.world_size
     trained = adapter_parameters(config, facts) if config.peft.use_peft else facts.parameters
     held = facts.parameters + (trained if config.peft.use_peft else 0)
@@ -59,7 +60,7 @@ def estimate_memory(config: AsyncEBFTConfig, facts: ModelFacts, derived: Derived
         MemoryItem("weight push, two buckets", int(2 * config.rollout.sync_bucket_mb * 2**20), "rank 0"),
     ]
     if config.method.ebft_rl_coef > 0:
-        items.append(MemoryItem("weights and key/value cache", _rollout(config, facts), "rollout process"))
+        items.append(_server(config, facts) if rollout_engine_of(config) == "vllm" else _embedded(config, facts))
     return items
 
 
@@ -71,7 +72,15 @@ def _activations(config: AsyncEBFTConfig, facts: ModelFacts, size: int) -> int:
     return per_layer * facts.num_layers * _ACTIVATIONS_PER_TOKEN_AND_LAYER
 
 
-def _rollout(config: AsyncEBFTConfig, facts: ModelFacts) -> int:
+def _server(config: AsyncEBFTConfig, facts: ModelFacts) -> MemoryItem:
+    """Its key/value cache takes what `vllm_gpu_memory_utilization` leaves, or `vllm_kv_cache_memory_bytes`."""
+    shards = config.vllm.vllm_tensor_parallel_size * config.vllm.vllm_pipeline_parallel_size
+    size = _BYTES[config.rollout.rollout_dtype or config.model.dtype]
+    return MemoryItem("weights, beside its key/value cache", facts.parameters * size // shards, "vLLM, each worker")
+
+
+def _embedded(config: AsyncEBFTConfig, facts: ModelFacts) -> MemoryItem:
     size = _BYTES[config.rollout.rollout_dtype or config.model.dtype]
     cache = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * size
-    return facts.parameters * size + config.rollout.rollout_batch_size * config.data.max_seq_length * cache
+    held = facts.parameters * size + config.rollout.rollout_batch_size * config.data.max_seq_length * cache
+    return MemoryItem("weights and key/value cache", held, "rollout process")
