@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -45,6 +46,7 @@ def serve(sock: socket.socket) -> int:
     from ebft_ds.rollout import messages
     from ebft_ds.rollout.wire import Channel, ChannelClosed
 
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     channel = Channel(sock, messages.ToProcess)
     try:
         start, _ = channel.receive()

@@ -6,6 +6,7 @@ No torch in here: the process that hosts it is small.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import threading
 from collections.abc import Callable, Sequence
@@ -25,8 +26,9 @@ from ebft_ds.sidecar.versions import VersionNames
 from ebft_ds.types import RolloutGroup, RolloutRequest
 
 STEP_SECONDS = 0.05
-LOOP_SECONDS = 10.0
-"""The event loop never blocks: longer than this, and it is dead."""
+LOOP_SECONDS = 60.0
+"""The event loop never blocks, but may have thousands of answers to read first."""
+STOP_SECONDS = 10.0
 STALE_SHARE = 0.9
 """Of `timeout`: how long servers may hold other weights. The error that names them comes before the client's, which cannot."""
 
@@ -131,10 +133,12 @@ class VllmEngine:
         if not self._thread.is_alive():
             return
         if self._dispatcher is not None:
-            asyncio.run_coroutine_threadsafe(self._dispatcher.stop(), self._loop).result(LOOP_SECONDS)
+            with contextlib.suppress(TimeoutError):  # what is left open then, the end of the process closes
+                asyncio.run_coroutine_threadsafe(self._dispatcher.stop(), self._loop).result(STOP_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(LOOP_SECONDS)
-        self._loop.close()
+        self._thread.join(STOP_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
         self._open.clear()
 
     @property
@@ -149,7 +153,12 @@ class VllmEngine:
         async def run() -> None:
             work()
 
-        asyncio.run_coroutine_threadsafe(run(), self._loop).result(LOOP_SECONDS)
+        try:
+            asyncio.run_coroutine_threadsafe(run(), self._loop).result(LOOP_SECONDS)
+        except TimeoutError as error:
+            raise RolloutError(
+                f"the vLLM engine's event loop has not answered for {LOOP_SECONDS:g} s; is the machine overloaded?"
+            ) from error
 
     def _finish(self, job: Job) -> None:
         """Called on the event loop."""

@@ -32,7 +32,7 @@ class StubVllm:
         self.always: Behaviour = well
         self.look: Behaviour | None = None
         """Replaces the answer to /weight_info."""
-        self.tokens = 0
+        self.tokens: int | None = 0
         """The engine's count of tokens; None: no statistics."""
         self.in_flight = 0
         self.most_in_flight = 0
@@ -117,7 +117,8 @@ class StubVllm:
         return web.json_response({"data": [served, *({"id": name} for name in sorted(self.adapters))]})
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(text=f'# HELP\nvllm:iteration_tokens_total_sum{{engine="0"}} {float(self.tokens)}\nother 1.0\n')
+        counts = "" if self.tokens is None else f'vllm:iteration_tokens_total_sum{{engine="0"}} {float(self.tokens)}\n'
+        return web.Response(text=f"# HELP\n{counts}other 1.0\n")
 
 
 def good_answer(stub: StubVllm, body: dict[str, Any]) -> Answer:

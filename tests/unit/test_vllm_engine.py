@@ -535,7 +535,7 @@ def test_signs_of_life_are_tokens_worked_on(stubs: Callable[..., StubVllm], engi
     step_until(engine, lambda: stub.in_flight == 1)
     for _ in range(3):
         before = engine.tokens_generated
-        stub.tokens += 5
+        stub.tokens = (stub.tokens or 0) + 5
         step_until(engine, lambda: engine.tokens_generated > before)  # noqa: B023
     before = engine.tokens_generated
     end = time.monotonic() + 0.5
@@ -544,6 +544,24 @@ def test_signs_of_life_are_tokens_worked_on(stubs: Callable[..., StubVllm], engi
     stub.gate.set()
     step_until(engine, lambda: not engine.has_work)
     assert engine.tokens_generated == before + 12
+
+
+def test_without_statistics_a_core_that_answers_is_a_sign_of_life(
+    stubs: Callable[..., StubVllm], engines: Callable[..., VllmEngine]
+) -> None:
+    stub = stubs()
+    stub.always, stub.tokens = held, None
+    engine = engines(stub)
+    engine.submit([request(0)])
+    step_until(engine, lambda: engine.tokens_generated >= 2)
+    stub.look = status(500)
+    step_until(engine, lambda: engine.servers().unreachable == 1)
+    before = engine.tokens_generated
+    end = time.monotonic() + 0.3
+    step_until(engine, lambda: time.monotonic() > end)
+    assert engine.tokens_generated == before
+    stub.gate.set()
+    step_until(engine, lambda: not engine.has_work)
 
 
 def test_a_server_that_fails_at_once_does_not_draw_everything(stubs: Callable[..., StubVllm], engines: Callable[..., VllmEngine]) -> None:
@@ -577,7 +595,7 @@ def test_a_big_group_counts_for_more(stubs: Callable[..., StubVllm], engines: Ca
     step_until(engine, lambda: not engine.has_work)
 
 
-def test_two_thousand_requests_at_once(
+def test_more_than_a_thousand_requests_at_once(
     stubs: Callable[..., StubVllm], engines: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than aiohttp's own limit of connections and than the usual limit of open files."""
@@ -587,10 +605,10 @@ def test_two_thousand_requests_at_once(
     engine = engines(stub, reconnect_timeout=60.0)
     for server in engine._started.servers:
         server.pacer.limit = 4000
-    engine.submit([request(i, n=1) for i in range(2000)])
-    step_until(engine, lambda: stub.in_flight == 2000, timeout=60.0)
+    engine.submit([request(i, n=1) for i in range(1200)])
+    step_until(engine, lambda: stub.in_flight == 1200, timeout=120.0)
     stub.gate.set()
-    assert len(step_until(engine, lambda: not engine.has_work, timeout=60.0)) == 2000
+    assert len(step_until(engine, lambda: not engine.has_work, timeout=120.0)) == 1200
 
 
 def test_cancelled_requests_are_dropped_and_broken_off(stubs: Callable[..., StubVllm], engines: Callable[..., VllmEngine]) -> None:
