@@ -198,7 +198,7 @@ def test_kills_are_noticed_repaired_and_at_last_reported(servable_model: Path, t
             assert _answers(server.address)
         kill_one(server, "VLLM::EngineCore", lambda: not server.alive())
         until(lambda: _complaint(supervisor) is not None, "report of the end", 30.0)
-        assert re.search(r"died \(.*\); it was started again 2 time\(s\)[\s\S]*(the end of|its end)", _complaint(supervisor) or "")
+        assert re.search(r"died \(.*\) and was started again 2 time\(s\)[\s\S]*(the end of|its end)", _complaint(supervisor) or "")
     finally:
         supervisor.stop()
 
