@@ -49,7 +49,6 @@ class WeightReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
         self._checkpoint: dict[str, TensorSpec] | None = None
         self._layers: LayerMap | None = None
         self._intake: Intake | None = None
-        self._backup: Backup | None = None
         self._ended: tuple[str, Reply] | None = None
         """The last push that ended, and how."""
 
@@ -78,8 +77,8 @@ class WeightReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
         check_manifest(op.manifest, checkpoint, layers, dtype=str(self.model_config.dtype).removeprefix("torch."), whole_model=whole)
         touched = layers.touched(spec.name for spec in op.manifest.tensors)
 
-        def back_up() -> None:
-            self._backup = Backup(self.model, touched)
+        def back_up() -> Backup:
+            return Backup(self.model, touched)
 
         if isinstance(op.way, GlooWay):
             parallel = self.parallel_config
@@ -111,9 +110,9 @@ class WeightReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
         reply = self._together(push_id, intake.join)
         if reply.error is not None:
             return reply
-        assert self._backup is not None
+        assert isinstance(intake.prepared, Backup)
         assert self._layers is not None
-        backup, elements = self._backup, self._layers.elements
+        backup, elements = intake.prepared, self._layers.elements
         started = time.monotonic()
         error = self._agreed(lambda: apply_tensors(self.model, self.model_config, list(intake.tensors.items()), backup, elements))
         if error is not None:
@@ -167,7 +166,7 @@ class WeightReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
         self._ended = (push_id, reply)
         if self._intake is not None:
             self._intake.cancel()
-        self._intake = self._backup = None
+        self._intake = None
 
     def shutdown(self) -> None:
         if self._intake is not None:

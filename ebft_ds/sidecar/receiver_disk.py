@@ -29,7 +29,7 @@ APPEAR_SECONDS = 5.0
 class DiskIntake(Intake):
     """Reads each file when it is named, and ends with the list of all of them."""
 
-    def __init__(self, announced: Announce, prepare: Callable[[], None]) -> None:
+    def __init__(self, announced: Announce, prepare: Callable[[], object]) -> None:
         super().__init__(announced, prepare)
         assert isinstance(announced.way, DiskWay)
         self._folder = Path(announced.way.folder)

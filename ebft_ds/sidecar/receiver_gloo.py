@@ -19,7 +19,7 @@ from ebft_ds.sidecar.receiver_intake import Intake
 class GlooIntake(Intake):
     """`rank`: of this worker in the group. For every bucket the store holds under `bucket/<k>` which of the announced tensors come."""
 
-    def __init__(self, announced: Announce, prepare: Callable[[], None], rank: int) -> None:
+    def __init__(self, announced: Announce, prepare: Callable[[], object], rank: int) -> None:
         super().__init__(announced, prepare)
         self._rank = rank
         self._group: ProcessGroupGloo | None = None

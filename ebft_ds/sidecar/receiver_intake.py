@@ -18,14 +18,15 @@ from ebft_ds.sidecar.push_ops import Announce, BucketFile, Sealed, State
 
 
 class Intake(ABC):
-    """Collects announced tensors in host memory. `prepare` runs first, in the same thread."""
+    """Collects announced tensors in host memory. `prepare` runs first, in the same thread; `prepared` is its result."""
 
-    def __init__(self, announced: Announce, prepare: Callable[[], None]) -> None:
+    def __init__(self, announced: Announce, prepare: Callable[[], object]) -> None:
         self.announced = announced
         self.deadline = time.monotonic() + announced.seconds
         self.tensors: dict[str, Tensor] = {}
         self.error: str | None = None
         self.cancelled = threading.Event()
+        self.prepared: object = None
         self._prepare = prepare
         self._thread = threading.Thread(target=self._run, name="ebft_ds-weights", daemon=True)
 
@@ -83,7 +84,7 @@ class Intake(ABC):
 
     def _run(self) -> None:
         try:
-            self._prepare()
+            self.prepared = self._prepare()
             self.receive()
             if len(self.tensors) != len(self.announced.manifest.tensors):
                 raise WeightSyncError(self.missing())
