@@ -238,7 +238,9 @@ def build_parts(
         if client is not None
         else None
     )
-    desk = RolloutDesk(feed, client, collectives, stop, servers.check if servers is not None else None)
+    desk = RolloutDesk(
+        feed, client, collectives, stop, servers.check if servers is not None else None, servers.turns if servers is not None else None
+    )
 
     def start_rollouts() -> None:
         if servers is not None:

@@ -42,6 +42,13 @@ class Repair(Protocol):
         ...
 
 
+class Turns(Protocol):
+    """One GPU for the trainer and its server: who has it."""
+
+    def rollouts_begin(self) -> None: ...
+    def rollouts_end(self) -> None: ...
+
+
 class RolloutDesk:
     """Groups for a step, references for a warm-start step, completions for an evaluation."""
 
@@ -52,13 +59,15 @@ class RolloutDesk:
         collectives: Collectives,
         stop: StopSignal,
         check_servers: Callable[[], None] | None = None,
+        turns: Turns | None = None,
     ) -> None:
-        """`check_servers`: rank 0's further look after processes that the run depends on; raises RolloutError."""
+        """`check_servers`: rank 0's further look after processes that the run depends on; raises RolloutError. `turns`: of a shared GPU."""
         self._feed = feed
         self._client = client
         self._collectives = collectives
         self._stop = stop
         self._check_servers = check_servers
+        self._turns = turns
         self._repair: Repair | None = None
         self._looked = time.monotonic()
 
@@ -82,8 +91,20 @@ class RolloutDesk:
                     "step %d: waiting for rollouts for %.0f s (%d in flight, %d ready)", version, waited, stats.in_flight, stats.queue_depth
                 )
 
+        self._begin_turn()
         self._wait(lambda: self._feed is not None and self._advance(self._feed, version), report, version)
-        return self._hand_out(version)
+        groups = self._hand_out(version)
+        self._end_turn()
+        return groups
+
+    def _begin_turn(self) -> None:
+        """A shared GPU belongs to one rank (the configuration's checks see to it), so there is nobody to tell about an error."""
+        if self._turns is not None:
+            self._turns.rollouts_begin()
+
+    def _end_turn(self) -> None:
+        if self._turns is not None:
+            self._turns.rollouts_end()
 
     def _wait(self, advance: Callable[[], bool], report: Callable[[], None], version: int) -> None:
         """Collective: until rank 0's `advance` (a slice of work) says that it is done. Signals and errors reach every rank."""
@@ -148,6 +169,7 @@ class RolloutDesk:
         process without progress is lost, a slow one is waited for.
         """
         feed = self._feed
+        self._begin_turn()
         self.on_main(lambda: feed.begin_evaluation(requests) if feed is not None else None)
 
         def advance() -> bool:
@@ -164,6 +186,7 @@ class RolloutDesk:
         finally:
             if feed is not None:
                 groups = feed.end_evaluation()
+        self._end_turn()
         return self._collectives.broadcast(groups, list[RolloutGroup])
 
     def on_main(self, action: Callable[[], T]) -> T | None:

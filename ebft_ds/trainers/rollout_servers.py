@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import logging
 import os
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
 
 from ebft_ds.config import AsyncEBFTConfig
-from ebft_ds.config.engine_choice import Transport, rollout_engine_of, starts_servers, transport_of
+from ebft_ds.config.engine_choice import Transport, starts_servers, transport_of
 from ebft_ds.errors import ConfigError, RolloutError, WeightSyncError
 from ebft_ds.rollout.client import RolloutClient
 from ebft_ds.rollout.manifest import WeightManifest
@@ -25,11 +27,12 @@ from ebft_ds.sidecar.plans import server_plans
 from ebft_ds.sidecar.supervisor import SidecarSupervisor
 from ebft_ds.sidecar.supported import check_installed, check_server, installed_vllm
 from ebft_ds.sidecar.versions import VersionNames, new_run_token
-from ebft_ds.sync.transport import WeightTransport
+from ebft_ds.sync.transport import Bucket, PushResult, WeightTransport
 from ebft_ds.sync.transports.adapter import AdapterTransport
 from ebft_ds.sync.transports.announced import AnnouncedTransport
 from ebft_ds.sync.transports.disk import DiskTransport
 from ebft_ds.sync.transports.gloo import GlooTransport
+from ebft_ds.trainers.rollout_desk import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,15 @@ class RolloutServers:
         else:
             self.addresses = resolve_servers(config, os.environ, on_cpu=on_cpu)
 
+    @functools.cached_property
+    def turns(self) -> Turns | None:
+        """Of the GPU that trainer and server share; None where they do not."""
+        if not self._config.vllm.vllm_colocate:
+            return None
+        from ebft_ds.sync.transports.vllm_ipc import GpuTurns  # imports vLLM
+
+        return GpuTurns(self.addresses, self._control, timeout=self._config.rollout.sync_timeout)
+
     def wait_ready(self) -> None:
         """Errors: RolloutError for servers that do not start or answer; ConfigError for a vLLM that is not a tested one."""
         if self._starting is not None:
@@ -94,6 +106,8 @@ class RolloutServers:
     def transport(self, client: RolloutClient, model: Any) -> WeightTransport:
         """How weights get to the servers, with the rollout process kept informed. `model`: the trained one, for an adapter's settings."""
         inner = self._plain_transport(model)
+        if self.turns is not None:
+            inner = ColocatedTransport(inner, self.turns)
         if self._supervisor is not None:
             inner = RestartingTransport(inner, self)
         return AnnouncedTransport(inner, client)
@@ -175,7 +189,7 @@ class RestartingTransport:
     def stale(self, version: int) -> bool:
         return self._inner.stale(version)
 
-    def push(self, manifest: WeightManifest, buckets: Any, timeout: float) -> Any:
+    def push(self, manifest: WeightManifest, buckets: Iterable[Bucket], timeout: float) -> PushResult:
         try:
             return self._inner.push(manifest, buckets, timeout)
         except RolloutError as error:
@@ -183,7 +197,33 @@ class RestartingTransport:
             self._servers.wait_up(self._servers.start_timeout)
             raise WeightSyncError(f"weight push {manifest.version}: the servers had died and are up again: {error}") from error
 
-    def score(self, token_ids: Any, temperature: float, timeout: float) -> list[list[float]]:
+    def score(self, token_ids: Sequence[int], temperature: float, timeout: float) -> list[list[float]]:
+        return self._inner.score(token_ids, temperature, timeout)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class ColocatedTransport:
+    """`inner` to a server that sleeps while the trainer computes: it is woken for what needs its memory."""
+
+    def __init__(self, inner: WeightTransport, turns: Turns) -> None:
+        self._inner = inner
+        self._turns = turns
+
+    @property
+    def probe_temperature(self) -> float | None:
+        return self._inner.probe_temperature
+
+    def stale(self, version: int) -> bool:
+        return self._inner.stale(version)
+
+    def push(self, manifest: WeightManifest, buckets: Iterable[Bucket], timeout: float) -> PushResult:
+        self._turns.rollouts_begin()
+        return self._inner.push(manifest, buckets, timeout)
+
+    def score(self, token_ids: Sequence[int], temperature: float, timeout: float) -> list[list[float]]:
+        self._turns.rollouts_begin()
         return self._inner.score(token_ids, temperature, timeout)
 
     def close(self) -> None:
@@ -196,8 +236,3 @@ def adapter_settings(model: Any) -> dict[str, Any]:
     settings: dict[str, Any] = model.peft_config["default"].to_dict()
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
     return {key: getattr(value, "value", value) for key, value in plain.items()} | {"inference_mode": True}
-
-
-def needs_servers(config: AsyncEBFTConfig) -> bool:
-    """Are rollouts drawn by vLLM servers?"""
-    return rollout_engine_of(config) == "vllm"
