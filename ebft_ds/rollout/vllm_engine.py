@@ -29,6 +29,7 @@ STEP_SECONDS = 0.05
 LOOP_SECONDS = 60.0
 """The event loop never blocks, but may have thousands of answers to read first."""
 STOP_SECONDS = 10.0
+OPEN_FILES = 65536
 STALE_SHARE = 0.9
 """Of `timeout`: how long servers may hold other weights. The error that names them comes before the client's, which cannot."""
 
@@ -210,5 +211,7 @@ def _local_config(spec: RolloutProcessSpec) -> bytes:
 
 def _allow_many_connections() -> None:
     """Every request in flight is an open file; the usual soft limit is 1024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

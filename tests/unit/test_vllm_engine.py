@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -602,6 +603,7 @@ def test_more_than_a_thousand_requests_at_once(
     monkeypatch.setattr(vllm_server, "LOOK_SECONDS", 30.0)
     stub = stubs()
     stub.always = held
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     engine = engines(stub, reconnect_timeout=60.0)
     for server in engine._started.servers:
         server.pacer.limit = 4000
