@@ -8,7 +8,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -158,6 +158,12 @@ def test_the_embedded_engine_scores_as_the_trainer_after_a_push(
     assert peer["push"] == {}
 
 
+@torch.no_grad()
+def score(network: Any, row: list[int]) -> Tensor:
+    logits = network(input_ids=torch.tensor([row])).logits[0, :-1]
+    return torch.log_softmax(logits / 0.7, dim=-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+
+
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_an_export_loads_as_the_trained_model_under_the_checkpoints_names(
     answers: RankAnswers, models: dict[str, Path], exports: Path, case: tuple[str, str]
@@ -167,9 +173,17 @@ def test_an_export_loads_as_the_trained_model_under_the_checkpoints_names(
     assert set(load_file(folder / "model.safetensors")) == set(load_file(models[case[0]] / "model.safetensors"))
     network, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    logits = network(input_ids=torch.tensor([FRESH])).logits[0, :-1]
-    scored = torch.log_softmax(logits / 0.7, dim=-1).gather(1, torch.tensor(FRESH[1:])[:, None])[:, 0]
-    torch.testing.assert_close(scored, main["fresh"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(score(network, FRESH), main["fresh"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] != "full"], ids="-".join)
+def test_the_exported_adapter_over_the_base_model_is_the_trained_model(
+    answers: RankAnswers, models: dict[str, Path], exports: Path, case: tuple[str, str]
+) -> None:
+    main = answers[case][0]
+    base = AutoModelForCausalLM.from_pretrained(models[case[0]], dtype=torch.float32)
+    network = PeftModel.from_pretrained(base, exports / "-".join(case) / "adapter")
+    torch.testing.assert_close(score(network, FRESH), main["fresh"], rtol=1e-4, atol=1e-4)
 
 
 def test_a_push_that_lacks_an_expert_is_refused_by_the_embedded_engine(models: dict[str, Path]) -> None:
