@@ -24,6 +24,7 @@ from types import FrameType
 POLL_SECONDS = 0.2
 SWEEP_SECONDS = 5.0
 """Longest time for what is left to vanish after SIGKILL."""
+TRACKER_SECONDS = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
 
@@ -51,9 +52,17 @@ class Guard:
             _signal_group(process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(self._grace)
-        _signal_group(process.pid, signal.SIGKILL)
+        for pid in _members(process.pid):
+            if not _is_tracker(pid):
+                _kill(pid)
+        process.kill()
         status = process.wait()
+        _wait_for_trackers(process.pid)
+        _signal_group(process.pid, signal.SIGKILL)
         _sweep()
+        if os.getppid() != self._parent:  # else the parent removes the folder that it made for the server
+            with contextlib.suppress(OSError):
+                os.rmdir(os.getcwd())
         self._report(f"ended {status}")
         return status if status >= 0 else 128 - status
 
@@ -90,19 +99,50 @@ def _signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _members(group: int) -> list[int]:
+    """Processes of a group."""
+    found = []
+    for entry in os.listdir("/proc") if sys.platform == "linux" else []:
+        with contextlib.suppress(ValueError, ProcessLookupError, PermissionError):
+            if os.getpgid(int(entry)) == group:
+                found.append(int(entry))
+    return found
+
+
+def _is_tracker(pid: int) -> bool:
+    """Python's resource tracker: it ends by itself after the others, and removes the shared memory that they have left."""
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _wait_for_trackers(group: int) -> None:
+    deadline = time.monotonic() + TRACKER_SECONDS
+    while any(_is_tracker(pid) for pid in _members(group)) and time.monotonic() < deadline:
+        if not _reap_one():
+            time.sleep(0.02)
+
+
 def _sweep() -> None:
     """Kill and reap all children, adopted ones included, until none is left."""
     deadline = time.monotonic() + SWEEP_SECONDS
-    while time.monotonic() < deadline:
-        for child in _children():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(child, signal.SIGKILL)
-        try:
-            reaped, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not reaped:
+    while time.monotonic() < deadline and (children := _children()):
+        for child in children:
+            _kill(child)
+        if not _reap_one():
             time.sleep(0.02)
+
+
+def _reap_one() -> bool:
+    with contextlib.suppress(ChildProcessError):
+        return os.waitpid(-1, os.WNOHANG)[0] != 0
+    return False
 
 
 def _children() -> list[int]:

@@ -124,6 +124,7 @@ from ebft_ds.sidecar.command import ServerPlan
 from ebft_ds.sidecar.server import ServerProcess
 server = ServerProcess(ServerPlan(model="none", max_model_len=8, on_cpu=True), Path(sys.argv[1]), stop_grace=0.5, command=sys.argv[2:])
 server.start()
+(Path(sys.argv[1]).parent / "place").write_text(server._folder.name)
 time.sleep(600)
 """
 
@@ -135,10 +136,12 @@ def test_killing_the_parent_ends_everything(tree: list[str], tmp_path: Path) -> 
         processes = members(tmp_path)
         guard = processes[0].parent()
         assert guard is not None
+        until((tmp_path / "place").exists, "working directory")
     finally:
         parent.kill()
         parent.wait()
     assert gone([*processes, guard])
+    assert not Path((tmp_path / "place").read_text()).exists()  # the servers' empty working directory
 
 
 def test_a_server_that_dies_at_its_start_shows_its_log(tmp_path: Path) -> None:
@@ -205,3 +208,30 @@ def test_a_held_port_is_the_servers_alone() -> None:
 def test_a_host_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match="no address of this machine"):
         PortHold("198.51.100.7")
+
+
+SHARED = """
+import os, sys, time
+from multiprocessing import shared_memory
+memory = shared_memory.SharedMemory(create=True, size=4096)
+open(sys.argv[1] + ".tmp", "w").write(memory.name)
+os.rename(sys.argv[1] + ".tmp", sys.argv[1])
+time.sleep(600)
+"""
+
+
+def test_shared_memory_of_a_killed_server_is_removed(tmp_path: Path) -> None:
+    name = tmp_path / "name"
+    server = ServerProcess(PLAN, tmp_path / "server.log", stop_grace=0.5, command=[sys.executable, "-c", SHARED, str(name)])
+    try:
+        server.start()
+        until(name.exists, "shared memory")
+        memory = Path("/dev/shm") / name.read_text()
+        assert memory.exists()
+        pid = server.pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not server.alive(), "end noticed")
+        assert not memory.exists()
+    finally:
+        server.stop()
