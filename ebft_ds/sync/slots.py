@@ -114,7 +114,7 @@ def _slots_of(path: list[str], module: nn.Module, adapters: dict[tuple[int, str]
 
 
 def _without_ties(slots: list[Slot], model: PreTrainedModel) -> list[Slot]:
-    tied: dict[str, str] = model.all_tied_weights_keys
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})  # older custom code does not set it
     by_name = {slot.name: slot for slot in slots}
     owners: dict[int, list[Slot]] = defaultdict(list)
     for slot in slots:
