@@ -46,7 +46,7 @@ test: check warm
 	@$(if $(MARKERS),echo "not run: tests marked root (run as root to include them)",true)
 	$(CPU_ENV) $(BIN)/python -m pytest $(MARKERS) $(PYTEST_ARGS)
 
-# Long proofs (half an hour): every process of the rollout side killed at idle, during generation and during a push.
+# Long proofs (about an hour): kills at idle, during generation and during a push; servers that come and go; experts; fifty pushes in flight.
 chaos: warm
 	$(CPU_ENV) $(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
 

@@ -1,5 +1,5 @@
-"""The servable model, from the integration tests' fixtures."""
+"""Fixtures, from the integration tests."""
 
-from tests.integration.vllm_server import servable_model
+from tests.integration.vllm_server import servable_model, vllm_server
 
-__all__ = ["servable_model"]
+__all__ = ["servable_model", "vllm_server"]

@@ -1,4 +1,4 @@
-"""Merged weights from ZeRO-3 shards against PEFT's own merge, and pushes to a real rollout process."""
+"""Pushes from ZeRO-3 ranks to a real rollout process: merge check, probe, refusals. What is pushed: test_weight_source.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
-from peft import get_peft_model
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 import ebft_ds.sync.push as push_module
 from ebft_ds.collectives import Collectives
@@ -22,23 +18,15 @@ from ebft_ds.rollout.client import RolloutClient
 from ebft_ds.rollout.manifest import TensorSpec
 from ebft_ds.rollout.spec import RolloutProcessSpec
 from ebft_ds.sync.push import SyncOptions, WeightSync
-from ebft_ds.sync.source import MergedWeightSource, full_numel
+from ebft_ds.sync.source import MergedWeightSource
 from ebft_ds.sync.transports.embedded import EmbeddedTransport
 from ebft_ds.trainers.assembly import Engines
 from tests.distributed.engines import make_config, make_engines, make_group, make_policy, random_adapter
-from tests.distributed.ranks import RankAnswers, run_ranks
+from tests.distributed.ranks import run_ranks
 from tests.distributed.small import LAYERS, small_model, token_rows
 
 BUCKET_BYTES = 12_000
 PROBE = token_rows(1, [24])[0]
-VARIANTS: dict[str, dict[str, Any]] = {
-    "lora": {"use_peft": True, "tied": True},
-    "rslora": {"use_peft": True, "use_rslora": True},
-    "dora": {"use_peft": True, "use_dora": True},
-    "modules_to_save": {"use_peft": True, "lora_modules_to_save": ["lm_head", "norm"], "lora_target_modules": ["q_proj", "down_proj"]},
-    "full": {},
-    "full tied": {"tied": True},
-}
 
 
 def configuration(folder: Path, *, tied: bool = False, **fields: Any) -> AsyncEBFTConfig:
@@ -58,136 +46,12 @@ def train(collectives: Collectives, config: AsyncEBFTConfig, engines: Engines, s
     engines.actor.step(step)
 
 
-class GatherRecorder:
-    """Stands in for GatheredParameters and notes how many bytes and the largest tensor's each gather held."""
-
-    def __init__(self) -> None:
-        self.real = deepspeed.zero.GatheredParameters
-        self.gathers: list[tuple[int, int]] = []
-
-    def __call__(self, parameters: Any, **options: Any) -> Any:
-        sizes = [full_numel(p) * p.element_size() for p in parameters]
-        self.gathers.append((sum(sizes), max(sizes)))
-        return self.real(parameters, **options)
-
-    def __enter__(self) -> GatherRecorder:
-        deepspeed.zero.GatheredParameters = self
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        deepspeed.zero.GatheredParameters = self.real
-
-
-def source_run(collectives: Collectives, folder: Path, label: str) -> dict[str, Any]:
-    config = configuration(folder, **VARIANTS[label])
-    engines = build(collectives, config)
-    train(collectives, config, engines, 0)
-    network = engines.actor.network
-    trained = {name.removeprefix("model."): p for name, p in network.named_parameters() if p.requires_grad}
-    with deepspeed.zero.GatheredParameters(list(trained.values())):
-        answer: dict[str, Any] = {"state": {name: p.detach().clone() for name, p in trained.items()}}
-    for only_trained in (True, False):
-        source = MergedWeightSource(network, torch.float32, BUCKET_BYTES, collectives.is_main, only_trained)
-        with GatherRecorder() as recorder:
-            buckets = list(source.buckets())
-        answer[f"only_trained {only_trained}"] = dict(pair for bucket in buckets for pair in bucket)
-        answer[f"announced {only_trained}"] = {piece.name: piece.shape for piece in source.pieces()}
-        answer[f"buckets {only_trained}"] = len(buckets)
-        answer[f"gathers {only_trained}"] = recorder.gathers
-    answer["left whole"] = sum(p.numel() == full_numel(p) and full_numel(p) > 1 for p in network.parameters())
-    return answer
-
-
-def bf16_walks(collectives: Collectives, folder: Path) -> dict[str, Any]:
-    """200 merges of a bf16 model, and whether its shards are still the same bits."""
-    engines = build(collectives, configuration(folder, use_peft=True, dtype="bfloat16", lora_target_modules=["q_proj"]))
-    network = engines.actor.network
-    before = {name: p.ds_tensor.clone() for name, p in network.named_parameters()}
-    source = MergedWeightSource(network, torch.bfloat16, 2**20, collectives.is_main)
-    first = dict(pair for bucket in source.buckets() for pair in bucket)
-    for _ in range(199):
-        last = dict(pair for bucket in source.buckets() for pair in bucket)
-    return {
-        "unchanged": all(torch.equal(before[name], p.ds_tensor) for name, p in network.named_parameters()),
-        "same": all(torch.equal(first[name], last[name]) for name in first),
-        "survival": source.loss.delta_survival,
-    }
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     small_model(folder / "tied", tied=True)
     small_model(folder / "untied", tied=False)
     return folder
-
-
-@pytest.fixture(scope="module")
-def sources(folder: Path) -> RankAnswers:
-    """By variant."""
-    return RankAnswers(lambda label: run_ranks(2, source_run, folder, label))
-
-
-def plain_merged(folder: Path, label: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All parameters of an ordinary model with the same training result, merged by PEFT."""
-    config = configuration(folder, **VARIANTS[label])
-    network = AutoModelForCausalLM.from_pretrained(config.model.model_name_or_path, dtype=torch.float32)
-    if config.peft.use_peft:
-        network = get_peft_model(network, random_adapter(config))
-    parameters = dict(network.named_parameters())
-    assert set(state) == {name for name, p in parameters.items() if p.requires_grad}
-    with torch.no_grad():
-        for name, value in state.items():
-            parameters[name].copy_(value)
-    merged = network.merge_and_unload() if config.peft.use_peft else network
-    return {name: p.detach() for name, p in merged.named_parameters()}
-
-
-@pytest.mark.parametrize("label", list(VARIANTS))
-def test_the_whole_state_is_that_of_the_merged_plain_model(sources: RankAnswers, folder: Path, label: str) -> None:
-    found, wanted = sources[label][0]["only_trained False"], plain_merged(folder, label, sources[label][0]["state"])
-    assert set(found) == set(wanted)
-    assert ("lm_head.weight" in found) != VARIANTS[label].get("tied", False)
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("label", list(VARIANTS))
-def test_a_push_carries_what_training_can_change_and_only_that(sources: RankAnswers, folder: Path, label: str) -> None:
-    config = configuration(folder, **VARIANTS[label])
-    base = dict(AutoModelForCausalLM.from_pretrained(config.model.model_name_or_path, dtype=torch.float32).named_parameters())
-    merged = plain_merged(folder, label, sources[label][0]["state"])
-    found = sources[label][0]["only_trained True"]
-    changed = {name for name in base if not torch.equal(base[name], merged[name])}
-    if "full" not in label:
-        assert set(found) == changed
-    assert changed <= set(found) <= set(base)
-    assert all(torch.equal(found[name], sources[label][0]["only_trained False"][name]) for name in found)
-    for rank in sources[label]:
-        assert rank["announced True"] == {name: list(tensor.shape) for name, tensor in found.items()}
-
-
-@pytest.mark.parametrize("label", list(VARIANTS))
-def test_a_bucket_never_gathers_much_more_than_its_size(sources: RankAnswers, label: str) -> None:
-    for only_trained in (True, False):
-        gathers = sources[label][0][f"gathers {only_trained}"]
-        assert len(gathers) == sources[label][0][f"buckets {only_trained}"] == sources[label][1][f"buckets {only_trained}"]
-        assert len(gathers) > 3
-        assert all(total <= BUCKET_BYTES + largest for total, largest in gathers)
-
-
-def test_other_ranks_gather_along_and_keep_nothing(sources: RankAnswers) -> None:
-    for label in VARIANTS:
-        assert sources[label][1]["only_trained False"] == {}
-        assert all(rank["left whole"] == 0 for rank in sources[label])
-
-
-def test_two_hundred_merges_leave_the_bits_of_the_base_weights(folder: Path) -> None:
-    main, peer = run_ranks(2, bf16_walks, folder)
-    for rank in (main, peer):
-        assert rank["unchanged"]
-        assert rank["same"]
-    assert 0.5 < main["survival"] < 2.0
 
 
 def push_run(collectives: Collectives, folder: Path, log: Path) -> dict[str, Any]:
