@@ -106,11 +106,14 @@ class WeightSync:
 
     def begin(self, version: int) -> SyncReport:
         """Before the first rollouts of a process: the engines must hold the trainer's weights, and the probe must agree."""
+        self._source.pieces(complete=True)  # what cannot be pushed is refused now, on every rank, and not after the first step
         if self._found_stale():
             return self._push(version, self._fingerprint(), send_tensors=True, complete=True)
         if version != self.pushed_version:
             return self.merge_check(version, force=True)
         mean_gap, max_gap = self.probe(version)
+        if mean_gap is not None:
+            logger.info("probe at version %d: engine and trainer differ by %.2g nats in the mean, %.2g at most", version, mean_gap, max_gap)
         return SyncReport(probe_mean_gap=mean_gap, probe_max_gap=max_gap)
 
     def remember_initial(self) -> None:

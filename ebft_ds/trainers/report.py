@@ -164,9 +164,14 @@ class RunReport:
         if after is not None and self.before is not None and (self._output_dir / "final").exists():
             self._progress.note(f"before and after {state.step} steps: see the table above")
         self._progress.note(
-            f"done: {state.step} steps. Model: {self._output_dir / 'final'}. "
+            f"done: {state.step} steps. {self._where_the_model_is()} "
             f"Curves: tensorboard --logdir {self._output_dir / 'tb'}. Completions: ebft-ds samples {self._output_dir}"
         )
+
+    def _where_the_model_is(self) -> str:
+        if self._config.checkpoint.export_final:
+            return f"Model: {self._output_dir / 'final'}."
+        return f"No model was exported (export_final: false); `ebft-ds export` makes one of {self._output_dir / 'checkpoints'}."
 
     def close(self) -> None:
         """Flushes and closes the sinks."""

@@ -86,16 +86,19 @@ class RolloutDesk:
         def report() -> None:
             stats = self.stats()
             if stats is not None:
-                waited = time.monotonic() - started
-                logger.info(
-                    "step %d: waiting for rollouts for %.0f s (%d in flight, %d ready)", version, waited, stats.in_flight, stats.queue_depth
-                )
+                waited, state = time.monotonic() - started, f"{stats.in_flight} in flight, {stats.queue_depth} ready{self._servers()}"
+                logger.info("step %d: waiting for rollouts for %.0f s (%s)", version, waited, state)
 
         self._begin_turn()
         self._wait(lambda: self._feed is not None and self._advance(self._feed, version), report, version)
         groups = self._hand_out(version)
         self._end_turn()
         return groups
+
+    def _servers(self) -> str:
+        """What the rollout process says of its servers, where it has any."""
+        counts = self._client.servers() if self._client is not None else None
+        return "" if counts is None else f"; {counts.usable} of {counts.total} servers usable, {counts.stale} without the run's weights"
 
     def _begin_turn(self) -> None:
         """A shared GPU belongs to one rank (the configuration's checks see to it), so there is nobody to tell about an error."""
