@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ebft_ds.cli.hardware import default_world_size, visible_devices
 from ebft_ds.config import AsyncEBFTConfig
 from ebft_ds.config.engine_choice import rollout_engine_of, starts_servers
 from ebft_ds.errors import ConfigError
+from ebft_ds.sidecar.address import ServerAddress, is_loopback
+from ebft_ds.sidecar.endpoints import FILE_PREFIX, normalised_url, read_endpoints
 
 
 @dataclass(frozen=True)
@@ -59,5 +62,23 @@ def training_devices(config: AsyncEBFTConfig, visible: Sequence[str]) -> list[st
 
 
 def _server_devices(config: AsyncEBFTConfig) -> list[str]:
-    started = rollout_engine_of(config) == "vllm" and starts_servers(config) and not config.vllm.vllm_colocate
-    return [str(number) for number in config.vllm.vllm_devices or []] if started else []
+    """GPUs of this machine that the recipe's servers have: started with the run, or by `ebft-ds serve` of the same recipe here."""
+    if rollout_engine_of(config) != "vllm" or config.vllm.vllm_colocate or not (starts_servers(config) or _served_here(config)):
+        return []
+    return [str(number) for number in config.vllm.vllm_devices or []]
+
+
+def _served_here(config: AsyncEBFTConfig) -> bool:
+    """Are all named servers on this machine? Unusable names are reported where they are resolved."""
+    named = config.vllm.vllm_server_base_url
+    try:
+        hosts = [host for entry in ([named] if isinstance(named, str) else named or []) for host in _hosts(entry)]
+    except ConfigError:
+        return False
+    return bool(hosts) and all(is_loopback(host) for host in hosts)
+
+
+def _hosts(entry: str) -> list[str]:
+    if entry.startswith(FILE_PREFIX):
+        return [server.host for server in read_endpoints(Path(entry.removeprefix(FILE_PREFIX)))]
+    return [ServerAddress(normalised_url(entry)).host]

@@ -38,6 +38,8 @@ def serve(
 
     loaded = load_recipe(recipe, overrides or [])
     show_notes(loaded.notes)
+    if endpoints is not None and (endpoints.is_dir() or not endpoints.resolve().parent.is_dir()):
+        raise ConfigError(f"--endpoints {endpoints}: this must be a file in a folder that exists")
     devices = visible_devices()
     config = serving_config(loaded.config, devices)
     plans = _checked_plans(config, devices, endpoints)
@@ -50,7 +52,9 @@ def serve(
         start_timeout=config.vllm.vllm_server_start_timeout,
         stop_grace=config.vllm.vllm_stop_grace,
     )
-    previous = {number: signal.signal(number, _raise_stop) for number in STOP_SIGNALS}
+    # What was ignored stays ignored: nohup means it.
+    previous = {n: signal.signal(n, _raise_stop) for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
+    written = False
     try:
         _say(f"starting {len(plans)} server(s); logs in {folder}")
         supervisor.start()
@@ -58,6 +62,7 @@ def serve(
             _say(f"ready: {address.url}")
         if endpoints is not None:
             write_endpoints(endpoints, supervisor.addresses)
+            written = True
             _say(f"attach with vllm_server_base_url=file:{endpoints.resolve()}")
         while True:
             supervisor.check()
@@ -67,7 +72,7 @@ def serve(
     finally:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # stopping is bounded, and must not be left half done
-        if endpoints is not None:
+        if endpoints is not None and written:
             endpoints.unlink(missing_ok=True)  # nobody must attach to servers that are gone
         if stopped_by:
             _say(f"{stopped_by}: stopping the servers")

@@ -8,6 +8,9 @@ from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.check_context import Note, Surroundings
 from ebft_ds.config.engine_choice import devices_of_one_server, rollout_engine_of, starts_servers, transport_of
 
+SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE = 0.01, 2.0
+"""That vLLM samples at as asked: it raises lower ones without a word and refuses higher ones."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LARGEST_LORA_RANK = 512
 """That vLLM holds."""
 
@@ -74,6 +77,23 @@ def _check_sizes(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]
             f"vllm_max_num_seqs {vllm.vllm_max_num_seqs} is below num_generations {config.rollout.num_generations}: "
             "one prompt's completions would never run together; raise it or leave it out"
         )
+    temperature = config.rollout.generation_kwargs.get("temperature", config.rollout.temperature)
+    if isinstance(temperature, int | float) and not SMALLEST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE:
+        yield f"temperature {temperature:g}: vLLM samples between {SMALLEST_TEMPERATURE:g} and {LARGEST_TEMPERATURE:g}"
+    waits = (vllm.vllm_server_start_timeout if starts_servers(config) else 0.0) + config.rollout.rollout_start_timeout
+    if waits >= config.engine.ddp_timeout:
+        yield (
+            f"vllm_server_start_timeout and rollout_start_timeout together ({waits:g} s) reach ddp_timeout "
+            f"{config.engine.ddp_timeout:g} s: "
+            "the other ranks would give up before rank 0 can say what is wrong; raise ddp_timeout"
+        )
+    if vllm.vllm_advertise_host is not None and starts_servers(config) and vllm.vllm_host in LOOPBACK:
+        yield (
+            f"vllm_advertise_host {vllm.vllm_advertise_host} names servers that are bound to {vllm.vllm_host}, where no other machine "
+            "reaches them; set vllm_host (0.0.0.0), or leave it out"
+        )
+    if vllm.vllm_port is not None and vllm.vllm_port + vllm.vllm_num_servers - 1 > 65535:
+        yield f"vllm_port {vllm.vllm_port} and the {vllm.vllm_num_servers - 1} after it: ports end at 65535"
     if config.rollout.rollout_device is not None:
         yield Note("rollout_device has no effect: it is the embedded engine's; the servers' GPUs are vllm_devices")
 
@@ -133,5 +153,10 @@ def _check_colocation(config: AsyncEBFTConfig, around: Surroundings) -> Iterator
         yield "vllm_colocate uses the trainer's own GPU; leave out vllm_devices, or use vllm_launch: true"
     if vllm.vllm_num_servers > 1 or devices_of_one_server(config) > 1:
         yield "vllm_colocate is one server on one GPU: vllm_num_servers and the vllm_*_parallel_size must be 1"
+    if config.rollout.max_staleness > 0:
+        yield (
+            f"vllm_colocate takes turns with the trainer, and max_staleness {config.rollout.max_staleness} would keep requests in flight "
+            "over the server's sleep; set max_staleness: 0"
+        )
     if around.world_size is not None and around.world_size > 1:
         yield f"vllm_colocate is for one rank on one GPU, and there are {around.world_size} ranks; use vllm_launch: true"

@@ -30,8 +30,10 @@ class Deadlines:
     def pushing(self, now: float) -> bool:
         return self._push_began is not None and now - self._push_began < self._unusable
 
-    def overdue(self, states: Sequence[State], *, pending: bool, now: float) -> str | None:
-        """What has lasted too long, for an error message; None: nothing."""
+    def overdue(self, states: Sequence[State], *, pending: bool, now: float, answered_at: float = float("-inf")) -> str | None:
+        """What has lasted too long, for an error message; None: nothing. `answered_at`: when a completion last came, which shows a server
+        that is too busy to answer looks."""
+        self._reachable_at = max(self._reachable_at, answered_at)
         if not pending or "usable" in states or self.pushing(now):
             self._reachable_at = self._usable_at = now
         elif "stale" in states:

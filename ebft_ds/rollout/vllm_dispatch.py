@@ -238,7 +238,8 @@ class Dispatcher:
             now = time.monotonic()
             if not self._deadlines.pushing(now):
                 self._give_up_silent(now)
-            overdue = self._deadlines.overdue([server.state for server in self.servers], pending=bool(self._jobs), now=now)
+            states, answered = [server.state for server in self.servers], max(server.last_answer for server in self.servers)
+            overdue = self._deadlines.overdue(states, pending=bool(self._jobs), now=now, answered_at=answered)
             if overdue is not None:
                 self._fail(RolloutError(f"{overdue}, with {len(self._jobs)} prompts pending. {self._describe_servers()}"))
 

@@ -117,7 +117,7 @@ def _arguments(plan: ServerPlan) -> Iterator[str]:
     yield from ("--data-parallel-size", str(plan.data_parallel_size))
     if plan.kv_cache_memory_bytes is not None:
         yield from ("--kv-cache-memory-bytes", str(plan.kv_cache_memory_bytes))
-    else:
+    if plan.kv_cache_memory_bytes is None or not plan.on_cpu:  # on a GPU vLLM checks the free memory against it in any case
         yield from ("--gpu-memory-utilization", f"{plan.gpu_memory_utilization:g}")
     if plan.max_num_seqs is not None:
         yield from ("--max-num-seqs", str(plan.max_num_seqs))

@@ -33,7 +33,7 @@ def serve_store(host: str, timeout: float) -> TCPStore:
         listener.listen(64)
         port = listener.getsockname()[1]
         return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_delta(timeout), master_listen_fd=listener.detach())
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch's own store errors are RuntimeErrors
         listener.close()
         raise WeightSyncError(f"no port can be opened on {host}: {error}; set sync_host to an address of this machine") from error
 
@@ -49,9 +49,9 @@ def connect_store(host: str, port: int, timeout: float) -> TCPStore:
 def join_group(store: Store, rank: int, world_size: int, *, towards: str, timeout: float) -> ProcessGroupGloo:
     """Connects to all others. `towards`: where they are; this side binds to its address on that route."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=own_address(towards), lazy_init=False)]
     options._timeout = _delta(timeout)
     try:
+        options._devices = [ProcessGroupGloo.create_device(hostname=own_address(towards), lazy_init=False)]
         return ProcessGroupGloo(PrefixStore("group", store), rank, world_size, options)
     except RuntimeError as error:
         raise WeightSyncError(

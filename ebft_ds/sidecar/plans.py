@@ -48,9 +48,9 @@ def server_plans(
     check_extra_environment(vllm.vllm_server_env)
     check_rank_devices(config, environ)
     key = given_key(vllm.vllm_api_key_file, environ)
-    if key is None and (always_key or not is_loopback(vllm.vllm_host)):
-        key = new_key()
     transport = transport_of(config, on_cpu=on_cpu)
+    if key is None and (always_key or transport == "ipc" or not is_loopback(vllm.vllm_host)):
+        key = new_key()
     shares = [()] * vllm.vllm_num_servers if on_cpu or vllm.vllm_colocate else _device_shares(config, visible_devices)
     folder = Path(model.model_name_or_path)
     advertised = advertised_host(vllm.vllm_host, vllm.vllm_advertise_host)

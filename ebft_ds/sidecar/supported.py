@@ -6,6 +6,7 @@ vLLM's interface moves between minor versions, often without an error, so that a
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
@@ -42,6 +43,10 @@ NEEDED_ROUTES: dict[Transport, frozenset[str]] = {
     "adapter": COMMON_ROUTES | ADAPTER_ROUTES,
 }
 """By the way that weights take to a server."""
+
+
+FIRST_TOKEN_SECONDS = 120.0
+"""A server's first forward may compile."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,22 @@ async def check_server(api: VllmApi, transport: Transport, *, context_length: in
         problems.append(f"its --max-model-len is {min(lengths)}, and max_seq_length is {context_length}: completions would be cut")
     if problems:
         raise RolloutError(f"the server {url} cannot be used: {'; '.join(problems)}")
+
+
+async def check_log_probs(api: VllmApi) -> None:
+    """Are a token's log-probs those of the distribution it was drawn from? Of one candidate only, any token's is 0.
+
+    Errors: RolloutError for a server whose log-probs leave out temperature and filters: importance weights would be wrong.
+    """
+    params = {"max_tokens": 1, "temperature": 0.5, "top_k": 1, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+    answer = await api.generate([0], params, request_id=f"check-{time.monotonic_ns()}", model=None, timeout=FIRST_TOKEN_SECONDS)
+    found = answer.choices[0].logprobs
+    entries = (found.content if found is not None else None) or []
+    if not entries or abs(entries[0].logprob) > 1e-3:
+        raise RolloutError(
+            f"the server {api.address.url} reports log-probs of another distribution than it samples from; "
+            "start it with --logprobs-mode processed_logprobs, as `ebft-ds serve` does"
+        )
 
 
 def missing_routes(offered: Iterable[str], transport: Transport) -> list[str]:

@@ -7,6 +7,7 @@ goes well: a refused or lost push raises on every rank at the same place, and no
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -158,10 +159,8 @@ class WeightSync:
 
     def _push(self, version: int, fingerprint: list[float], *, send_tensors: bool, complete: bool) -> SyncReport:
         started = time.monotonic()
-        pieces = self._source.pieces(complete=complete) if send_tensors else []
-        manifest = WeightManifest(version, [TensorSpec(p.name, self._options.dtype, list(p.shape)) for p in pieces], complete=complete)
-        logger.debug("weight push %d begins: %d tensors, %d bytes", version, len(manifest.tensors), manifest.num_bytes)
-        result = self._attempts(manifest)
+        manifest, result = self._attempts(self._manifest(version, send_tensors=send_tensors, complete=complete))
+        send_tensors = bool(manifest.tensors)
         seconds = time.monotonic() - started
         logger.debug("weight push %d is confirmed after %.2f s", version, seconds)
         self.pushed_version = version
@@ -176,17 +175,24 @@ class WeightSync:
         mean_gap, max_gap = self.probe(version)
         return SyncReport(manifest.num_bytes, seconds, result.pause_seconds if result else 0.0, mean_gap, max_gap, survival)
 
-    def _attempts(self, manifest: WeightManifest) -> PushResult | None:
-        """The transport's result (None on other ranks), after as many attempts as it takes and the options allow."""
+    def _manifest(self, version: int, *, send_tensors: bool, complete: bool) -> WeightManifest:
+        pieces = self._source.pieces(complete=complete) if send_tensors else []
+        return WeightManifest(version, [TensorSpec(p.name, self._options.dtype, list(p.shape)) for p in pieces], complete=complete)
+
+    def _attempts(self, manifest: WeightManifest) -> tuple[WeightManifest, PushResult | None]:
+        """What was sent at last, and the transport's result (None on other ranks), after as many attempts as it takes and are allowed."""
         for attempts_left in range(self._options.retries, -1, -1):
+            logger.debug("weight push %d begins: %d tensors, %d bytes", manifest.version, len(manifest.tensors), manifest.num_bytes)
             try:
-                return self._attempt(manifest)
+                return manifest, self._attempt(manifest)
             except EbftError as error:
                 refused = isinstance(error, WeightSyncError)  # anything else would not be better next time
                 if not self._collectives.max_int(int(refused and attempts_left > 0)):
                     raise
                 if refused:
                     logger.warning("weight push %d failed and is tried again: %s", manifest.version, error)
+                if self._found_stale():  # an engine that was started again meanwhile lacks more than what this push would bring
+                    manifest = self._manifest(manifest.version, send_tensors=True, complete=True)
         raise AssertionError("the last attempt returns or raises")
 
     def _attempt(self, manifest: WeightManifest) -> PushResult | None:
@@ -234,18 +240,21 @@ class WeightSync:
         ids = list(self._options.probe_ids)
         [temperature] = self._collectives.broadcast([self._probe_temperature()], list[float])
         own = self._trainer_log_probs(ids, temperature)
-        gaps = [0.0, 0.0]
+        gaps: list[list[float]] = []
 
         def compare() -> None:
             if self._transport is None:
                 return
             for scored in self._transport.score(ids, temperature, self._options.timeout):
                 difference = (own - torch.tensor(scored)).abs()
-                if not float(difference.mean()) <= gaps[0]:  # a NaN counts as the worst
-                    gaps[:] = [float(difference.mean()), float(difference.max())]
+                gaps.append([float(difference.mean()), float(difference.max())])
 
         self._together(compare, "probing the engines")
-        mean_gap, max_gap = self._collectives.broadcast(gaps, list[float])
+        found = self._collectives.broadcast(gaps, list[list[float]])
+        if not found:  # all died since they confirmed, and are started again: they get the weights, and this probe, before a request
+            logger.warning("version %d: no engine could be probed", version)
+            return None, None
+        mean_gap, max_gap = max(found, key=lambda gap: math.inf if math.isnan(gap[0]) else gap[0])
         if not mean_gap <= self._tolerance:
             raise WeightSyncError(
                 f"version {version}: engine and trainer disagree on a fixed sequence by {mean_gap:.3g} nats (at most {max_gap:.3g}), "

@@ -215,7 +215,32 @@ def build_parts(
     stops = config.rollout.stop_token_ids or stop_token_ids(
         checked.tokenizer, generation_config, chat=checked.data.train.is_chat, chat_template_kwargs=chat_kwargs
     )
-    servers = start_servers(config, output_dir / "logs", collectives)
+    servers = start_servers(config, output_dir / "logs", collectives, stop)
+    try:
+        return _build_beside(config, checked, collectives, stop, servers, stops, generation_config, peft_config, optimizer)
+    except BaseException:
+        if servers is not None:
+            servers.close()
+        raise
+
+
+def _build_beside(
+    config: AsyncEBFTConfig,
+    checked: Preflight,
+    collectives: Collectives,
+    stop: StopSignal,
+    servers: RolloutServers | None,
+    stops: list[int],
+    generation_config: GenerationConfig | None,
+    peft_config: PeftConfig | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> RunParts:
+    """Everything beside the servers, which may still be starting."""
+    assert config.run.output_dir is not None
+    output_dir = Path(config.run.output_dir)
+    if servers is not None and servers.turns is not None:  # one GPU: the server's memory must be free before the engines take theirs
+        servers.wait_ready()
+        servers.turns.rollouts_end()
     client = RolloutClient(rollout_process_spec(config, output_dir / "logs" / "rollout.log", servers)) if collectives.is_main else None
     engines = build_engines(
         config,
@@ -249,7 +274,9 @@ def build_parts(
             client.start()
 
     desk.on_main(start_rollouts)
-    sync = _build_sync(config, engines, client, servers, collectives, stream, sampling.temperature)
+    network = engines.actor.network
+    transport = desk.on_main(lambda: _transport(client, servers, network))
+    sync = _build_sync(config, engines, transport, collectives, stream, sampling.temperature)
     desk.repair_with(sync)
     policy = PolicyStep(
         engines.actor,
@@ -289,7 +316,7 @@ def _training_requests(config: AsyncEBFTConfig, sampling: SamplingSpec) -> Any:
     return request
 
 
-def start_servers(config: AsyncEBFTConfig, log_folder: Path, collectives: Collectives) -> RolloutServers | None:
+def start_servers(config: AsyncEBFTConfig, log_folder: Path, collectives: Collectives, stop: StopSignal) -> RolloutServers | None:
     """Collective: rank 0's servers, if the recipe wants any; they start while the engines are built. An error there is one everywhere."""
     if rollout_engine_of(config) != "vllm":
         return None
@@ -297,7 +324,7 @@ def start_servers(config: AsyncEBFTConfig, log_folder: Path, collectives: Collec
     error: EbftError | None = None
     if collectives.is_main:
         try:
-            servers = RolloutServers(config, log_folder, on_cpu=not accelerator_count())
+            servers = RolloutServers(config, log_folder, stop, on_cpu=not accelerator_count())
         except EbftError as caught:
             error = caught
     if collectives.max_int(int(error is not None)):
@@ -305,11 +332,17 @@ def start_servers(config: AsyncEBFTConfig, log_folder: Path, collectives: Collec
     return servers
 
 
+def _transport(client: RolloutClient | None, servers: RolloutServers | None, network: LanguageNetwork) -> WeightTransport | None:
+    """Rank 0's way to push."""
+    if client is None:
+        return None
+    return EmbeddedTransport(client) if servers is None else servers.transport(client, network.model)
+
+
 def _build_sync(
     config: AsyncEBFTConfig,
     engines: Engines,
-    client: RolloutClient | None,
-    servers: RolloutServers | None,
+    transport: WeightTransport | None,
     collectives: Collectives,
     stream: PromptStream,
     temperature: float,
@@ -318,9 +351,6 @@ def _build_sync(
     dtype = rollout.rollout_dtype or config.model.dtype
     first = stream.prompt(0)
     network = engines.actor.network
-    transport: WeightTransport | None = None
-    if client is not None:
-        transport = EmbeddedTransport(client) if servers is None else servers.transport(client, network.model)
     return WeightSync(
         engines.actor,
         _weight_source(config, network, getattr(torch, dtype), is_main=collectives.is_main),

@@ -72,6 +72,7 @@ class AsyncEBFTTrainer:
         self.state = TrainerState()
         self._stop = StopSignal()
         self._parts: RunParts | None = None
+        self._open_report: RunReport | None = None
         self._engine_checked = False
         """The rollout engine has been shown to hold the trainer's weights in this process."""
         self._feed_state: dict[str, Any] = {}
@@ -109,9 +110,16 @@ class AsyncEBFTTrainer:
     def close(self) -> None:
         """Ends the rollout process and closes the logs; the interpreter's end does it too."""
         if self._parts is not None:
-            self._parts.close()
-            self._report.close()
-            self._parts = None
+            parts, self._parts = self._parts, None
+            parts.close()
+            if self._open_report is not None:  # not yet where a checkpoint could not be read
+                self._open_report.close()
+                self._open_report = None
+
+    @property
+    def _report(self) -> RunReport:
+        assert self._open_report is not None
+        return self._open_report
 
     def _build(self, *, record: bool = True) -> RunParts:
         self.state, self._feed_state, self._engine_checked = TrainerState(), {}, False
@@ -129,7 +137,7 @@ class AsyncEBFTTrainer:
         self._parts = parts
         self.state.total_steps = parts.derived.steps or self.args.run.max_steps
         before = self._resume(parts)
-        self._report = RunReport(self.args, parts, self.state, recording=record)
+        self._open_report = RunReport(self.args, parts, self.state, recording=record)
         self._report.restore_before(before)
         return parts
 
@@ -147,7 +155,7 @@ class AsyncEBFTTrainer:
                 self._step(parts, control)
             self._finish(parts)
         except Preempted as error:
-            path = self._save(parts)
+            path = self._save(parts, going_on=False)
             raise Preempted(
                 f"{error}; the run is saved at step {self.state.step} in {path}. Continue with resume_from_checkpoint=auto"
             ) from error
@@ -256,8 +264,8 @@ class AsyncEBFTTrainer:
         self._call("on_evaluate", result)
         return result
 
-    def _save(self, parts: RunParts) -> Path:
-        if self.args.rollout.vllm_merge_check_interval > 1:
+    def _save(self, parts: RunParts, *, going_on: bool = True) -> Path:
+        if going_on and self.args.rollout.vllm_merge_check_interval > 1:
             # A resumed engine starts from these weights; so must this one go on from them, or the two runs would differ.
             parts.sync.merge_check(self.state.step, force=True)
         meta = {

@@ -7,6 +7,7 @@ weights meanwhile (a restarted server) is given them again from there, so that t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -186,9 +187,13 @@ class RolloutDesk:
             self._wait(
                 advance, lambda: logger.info("evaluation: %d prompts to come", feed.evaluation_pending if feed is not None else 0), version
             )
-        finally:
+        except BaseException:
             if feed is not None:
-                groups = feed.end_evaluation()
+                with contextlib.suppress(EbftError):  # what ended the wait is what all ranks agree on
+                    feed.end_evaluation()
+            raise
+        if feed is not None:
+            groups = feed.end_evaluation()
         self._end_turn()
         return self._collectives.broadcast(groups, list[RolloutGroup])
 

@@ -16,7 +16,7 @@ from peft import PeftModel
 
 from ebft_ds.config import AsyncEBFTConfig
 from ebft_ds.config.engine_choice import Transport, starts_servers, transport_of
-from ebft_ds.errors import ConfigError, RolloutError, WeightSyncError
+from ebft_ds.errors import ConfigError, Preempted, RolloutError, WeightSyncError
 from ebft_ds.rollout.client import RolloutClient
 from ebft_ds.rollout.manifest import WeightManifest
 from ebft_ds.rollout.spec import VllmClientSpec
@@ -25,14 +25,17 @@ from ebft_ds.sidecar.control import ControlLoop
 from ebft_ds.sidecar.endpoints import resolve_servers
 from ebft_ds.sidecar.plans import server_plans
 from ebft_ds.sidecar.supervisor import SidecarSupervisor
-from ebft_ds.sidecar.supported import check_installed, check_server, installed_vllm
+from ebft_ds.sidecar.supported import check_installed, check_log_probs, check_server, installed_vllm
 from ebft_ds.sidecar.versions import VersionNames, new_run_token
 from ebft_ds.sync.transport import Bucket, PushResult, WeightTransport
 from ebft_ds.sync.transports.adapter import AdapterTransport
 from ebft_ds.sync.transports.announced import AnnouncedTransport
+from ebft_ds.sync.transports.deadline import in_thread
 from ebft_ds.sync.transports.disk import DiskTransport
 from ebft_ds.sync.transports.gloo import GlooTransport
+from ebft_ds.sync.transports.run_folder import RunFolder
 from ebft_ds.trainers.rollout_desk import Turns
+from ebft_ds.trainers.stop_signal import StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +46,10 @@ LOOK_SECONDS = 5.0
 class RolloutServers:
     """The servers, from the moment the run begins. Built on rank 0 alone; starting goes on in the background until `wait_ready`."""
 
-    def __init__(self, config: AsyncEBFTConfig, log_folder: Path, *, on_cpu: bool) -> None:
+    def __init__(self, config: AsyncEBFTConfig, log_folder: Path, stop: StopSignal, *, on_cpu: bool) -> None:
         """Errors: ConfigError for addresses, keys, devices or ports that cannot be used."""
         self._config = config
+        self._stop = stop
         self._kind: Transport = transport_of(config, on_cpu=on_cpu)
         self._names = VersionNames(new_run_token())
         self._control = ControlLoop()
@@ -63,9 +67,7 @@ class RolloutServers:
                 stop_grace=vllm.vllm_stop_grace,
             )
             self.addresses: list[ServerAddress] = self._supervisor.addresses
-            executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="vllm-start")
-            self._starting = executor.submit(self._supervisor.start)
-            executor.shutdown(wait=False)
+            self._starting = in_thread(self._supervisor.start, "vllm-start")
         else:
             self.addresses = resolve_servers(config, os.environ, on_cpu=on_cpu)
 
@@ -79,11 +81,18 @@ class RolloutServers:
         return GpuTurns(self.addresses, self._control, timeout=self._config.rollout.sync_timeout)
 
     def wait_ready(self) -> None:
-        """Errors: RolloutError for servers that do not start or answer; ConfigError for a vLLM that is not a tested one."""
+        """Errors: RolloutError for servers that do not start or answer, or are not tested ones; Preempted for a stop signal meanwhile."""
+        while self._starting is not None and not self._starting.done():
+            concurrent.futures.wait([self._starting], timeout=POLL_SECONDS)
+            if self._stop.requested:
+                raise Preempted("a stop signal arrived while the rollout servers started; nothing had been trained")
         if self._starting is not None:
             self._starting.result()
         length = self._config.data.max_seq_length
         for outcome in self._control.each(self.addresses, lambda api: check_server(api, self._kind, context_length=length)):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        for outcome in self._control.each(self.addresses, check_log_probs):
             if isinstance(outcome, BaseException):
                 raise outcome
         logger.info("rollout servers: %s; weights by %s", ", ".join(a.url for a in self.addresses), self._kind)
@@ -118,14 +127,17 @@ class RolloutServers:
             self._supervisor.check()
 
     def wait_up(self, timeout: float) -> None:
-        """Until every server answers again. Errors: RolloutError when one is dead for good or the time is over."""
+        """Until a server answers again; the others get their weights when they do. Errors: RolloutError when one is dead for good, the
+        time is over, or the run is to stop."""
         deadline = time.monotonic() + timeout
         while True:
             self.check()
             answers = self._control.each(self.addresses, lambda api: api.weight_version(LOOK_SECONDS))
             down = [str(answer) for answer in answers if isinstance(answer, BaseException)]
-            if not down:
+            if len(down) < len(answers):
                 return
+            if self._stop.requested:
+                raise RolloutError("a stop signal arrived while the rollout servers were started again")
             if time.monotonic() > deadline:
                 raise RolloutError(f"servers were not up again after {timeout:g} s: {'; '.join(down)}")
             time.sleep(POLL_SECONDS)
@@ -157,7 +169,7 @@ class RolloutServers:
                     self._control,
                     alias=self._alias,
                     adapter_config=adapter_settings(model),
-                    folder=self._sync_dir() / self._names.run_token,
+                    folder=RunFolder(self._sync_dir(), self._names.run_token, shared=False),
                     keep=rollout.max_staleness,
                 )
             case "nccl" | "ipc":
@@ -198,7 +210,13 @@ class RestartingTransport:
             raise WeightSyncError(f"weight push {manifest.version}: the servers had died and are up again: {error}") from error
 
     def score(self, token_ids: Sequence[int], temperature: float, timeout: float) -> list[list[float]]:
-        return self._inner.score(token_ids, temperature, timeout)
+        """Empty where all servers have died since they confirmed: they are started again, and given the weights before a request."""
+        try:
+            return self._inner.score(token_ids, temperature, timeout)
+        except RolloutError as error:
+            self._servers.check()
+            logger.warning("the probe found no server: %s", error)
+            return []
 
     def close(self) -> None:
         self._inner.close()

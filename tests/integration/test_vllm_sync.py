@@ -29,6 +29,7 @@ from ebft_ds.sync.transport import WeightTransport
 from ebft_ds.sync.transports.adapter import AdapterTransport
 from ebft_ds.sync.transports.disk import DiskTransport
 from ebft_ds.sync.transports.gloo import GlooTransport
+from ebft_ds.sync.transports.run_folder import RunFolder
 from ebft_ds.trainers.assembly import Engines
 from ebft_ds.trainers.rollout_servers import adapter_settings
 from tests.distributed.engines import make_config, make_engines, make_group, make_policy, random_adapter
@@ -113,7 +114,9 @@ def make_transport(way: str, address: ServerAddress, token: str, control: Contro
             return DiskTransport([address], VersionNames(token), control, sync_dir=folder)
         case _:
             settings = adapter_settings(engines.actor.network.model)
-            return AdapterTransport([address], control, alias=f"{ALIAS}-{token}", adapter_config=settings, folder=folder, keep=1)
+            return AdapterTransport(
+                [address], control, alias=f"{ALIAS}-{token}", adapter_config=settings, folder=RunFolder(folder, token, shared=False), keep=1
+            )
 
 
 def ask(control: ControlLoop, address: ServerAddress, model: str | None, fresh: list[int], long_prompt: list[int]) -> dict[str, Any]:
@@ -197,7 +200,7 @@ def test_the_adapter_alone(fields: dict[str, Any], adapter_server: ServerProcess
     lora = {"use_peft": True, "lora_r": 4} | fields
     check(run_ranks(2, push_and_compare, models["tied"], lora, adapter_server.address, "adapter", tmp_path / "sync"))
     assert set(asyncio.run(served(adapter_server.address))) == {str(models["tied"])}  # nothing is left loaded
-    assert not (tmp_path / "sync").exists()
+    assert not list((tmp_path / "sync").iterdir())
 
 
 def total_bytes(model: Path) -> int:

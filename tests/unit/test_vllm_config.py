@@ -41,7 +41,7 @@ def test_sound_recipes_pass() -> None:
     assert problems(**GPU_LAUNCH) == ""
     assert problems(0, **CPU_LAUNCH) == ""
     assert problems(vllm_server_base_url="http://127.0.0.1:1") == ""
-    assert problems(vllm_colocate=True, world_size=1) == ""
+    assert problems(vllm_colocate=True, world_size=1, max_staleness=0) == ""
     assert problems(0, **CPU_LAUNCH, use_peft=True, sync_mode="adapter") == ""
 
 
@@ -69,6 +69,12 @@ def test_sound_recipes_pass() -> None:
         ({"vllm_colocate": True, "dtype": "float32"}, 0, "vllm_colocate shares a GPU"),
         ({"vllm_colocate": True, "vllm_devices": [1]}, 8, "the trainer's own GPU"),
         ({"vllm_colocate": True, "vllm_num_servers": 2}, 8, "one server on one GPU"),
+        ({"vllm_colocate": True}, 1, "set max_staleness: 0"),
+        ({**CPU_LAUNCH, "temperature": 3.0}, 0, "vLLM samples between"),
+        ({**CPU_LAUNCH, "generation_kwargs": {"temperature": 0.001}}, 0, "vLLM samples between"),
+        ({**CPU_LAUNCH, "vllm_server_start_timeout": 7200.0}, 0, "raise ddp_timeout"),
+        ({**CPU_LAUNCH, "vllm_advertise_host": "node7"}, 0, "set vllm_host"),
+        ({**CPU_LAUNCH, "vllm_num_servers": 2, "vllm_port": 65535}, 0, "ports end at 65535"),
         ({**CPU_LAUNCH, "sync_mode": "adapter"}, 0, "use_peft is false"),
         ({**CPU_LAUNCH, "sync_mode": "adapter", "use_peft": True, "use_dora": True}, 0, "does not serve DoRA"),
         ({**CPU_LAUNCH, "sync_mode": "adapter", "use_peft": True, "lora_modules_to_save": ["lm_head"]}, 0, "lora_modules_to_save"),
@@ -131,6 +137,10 @@ def test_the_ranks_get_the_gpus_that_are_left() -> None:
     assert (plan.world_size, plan.accelerators, plan.environment) == (6, 6, {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"})
     assert plan_ranks(config.replace(num_processes=2), visible).world_size == 2
     assert training_devices(config, ["4", "6", "7"]) == ["4"]  # limited from outside
+    served = config.replace(vllm_launch=False, vllm_server_base_url="http://127.0.0.1:8000")
+    assert training_devices(served, visible) == ["0", "1", "2", "3", "4", "5"]  # `ebft-ds serve` of the same recipe has them
+    elsewhere = config.replace(vllm_launch=False, vllm_server_base_url=["http://127.0.0.1:8000", "http://node7:8000"])
+    assert training_devices(elsewhere, visible) == visible
 
 
 def test_servers_and_ranks_must_fit() -> None:

@@ -140,7 +140,9 @@ def test_generation_stands_still_from_before_the_start_to_after_the_finish(trans
     assert set(servers.labels.values()) == {NAMES.name(5)}
 
 
-def test_a_push_that_breaks_leaves_servers_paused_and_labelled_until_one_succeeds(transport: PlayedTransport, servers: Servers) -> None:
+def test_a_push_that_breaks_leaves_servers_paused_labelled_and_out_of_use_until_they_are_started_again(
+    transport: PlayedTransport, servers: Servers
+) -> None:
     transport.push(manifest(1), buckets(), 20.0)
     servers.calls.clear()
 
@@ -152,6 +154,9 @@ def test_a_push_that_breaks_leaves_servers_paused_and_labelled_until_one_succeed
         transport.push(manifest(2), buckets(), 20.0)
     assert "resume" not in servers.of_first(), "its model is in pieces: a request would kill it"
     assert transport.stale(1)
+    with pytest.raises(WeightSyncError, match="restart that server"):
+        transport.push(manifest(2), buckets(), 20.0)
+    servers.labels = dict.fromkeys(servers.labels, "default")
     result = transport.push(manifest(2), buckets(), 20.0)
     assert result.confirmed == 2
     assert len(transport.engines) == 2, "over a new group"

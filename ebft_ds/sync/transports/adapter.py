@@ -7,6 +7,7 @@ adapter they began with; old ones are unloaded, and their folders removed, once 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,6 +22,9 @@ from ebft_ds.sidecar.api import ServerRefused, VllmApi
 from ebft_ds.sidecar.control import ControlLoop
 from ebft_ds.sidecar.versions import adapter_name
 from ebft_ds.sync.transport import Bucket, PushResult
+from ebft_ds.sync.transports.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
 CLEAN_SECONDS = 10.0
@@ -32,7 +36,7 @@ class AdapterTransport:
     Args:
         alias: `vllm_lora_alias` with the run token.
         adapter_config: what PEFT's adapter_config.json says.
-        folder: that this process and every server see under the same path.
+        folder: seen by this process and every server under the same path.
         keep: versions kept loaded beside the current one (what requests in flight may still use).
     """
 
@@ -43,7 +47,7 @@ class AdapterTransport:
         *,
         alias: str,
         adapter_config: dict[str, Any],
-        folder: Path,
+        folder: RunFolder,
         keep: int,
     ) -> None:
         self._addresses = list(addresses)
@@ -69,7 +73,7 @@ class AdapterTransport:
 
     def push(self, manifest: WeightManifest, buckets: Iterable[Bucket], timeout: float) -> PushResult:
         tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
-        path = self._folder / adapter_name(self._alias, manifest.version)
+        path = self._folder.path / adapter_name(self._alias, manifest.version)
         if manifest.tensors:
             self._write(path, tensors)
         elif self._versions:
@@ -88,20 +92,22 @@ class AdapterTransport:
 
     def score(self, token_ids: Sequence[int], temperature: float, timeout: float) -> list[list[float]]:
         model = adapter_name(self._alias, self._versions[-1]) if self._versions else None
-        found = self._control.each(
-            self._confirmed or self._addresses, lambda api: api.prompt_logprobs(token_ids, model=model, timeout=timeout)
-        )
-        for answer in found:
+        holders = self._confirmed or self._addresses
+        found = self._control.each(holders, lambda api: api.prompt_logprobs(token_ids, model=model, timeout=timeout))
+        for address, answer in zip(holders, found, strict=True):
             if isinstance(answer, BaseException):
-                raise answer
-        return [answer for answer in found if not isinstance(answer, BaseException)]
+                logger.warning("%s did not score the probe: %s", address.url, answer)
+        scores = [answer for answer in found if not isinstance(answer, BaseException)]
+        if not scores:
+            raise RolloutError(f"no rollout server scores the probe: {found[0]}")
+        return scores
 
     def close(self) -> None:
         """Unloads what was loaded, where the servers still answer, and removes the folders."""
         for version in self._versions:
             self._unload(version)
         self._versions = []
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     async def _load(self, api: VllmApi, path: Path, timeout: float) -> None:
         """Load a version unless the server has it already (a retry, a repair of another server)."""
@@ -126,14 +132,14 @@ class AdapterTransport:
     def _copy_last(self, path: Path) -> None:
         """The same weights under the next version's name."""
         if not path.exists():
-            shutil.copytree(self._folder / adapter_name(self._alias, self._versions[-1]), path)
+            shutil.copytree(self._folder.path / adapter_name(self._alias, self._versions[-1]), path)
 
     def _forget_old(self, current: int) -> None:
         old = [version for version in self._versions if version != current][: -self._keep or None]
         for version in old:
             self._unload(version)
             self._versions.remove(version)
-            shutil.rmtree(self._folder / adapter_name(self._alias, version), ignore_errors=True)
+            shutil.rmtree(self._folder.path / adapter_name(self._alias, version), ignore_errors=True)
 
     def _unload(self, version: int) -> None:
         """A server that has lost it (restarted) refuses, one that is away does not answer: both are as good as unloaded."""

@@ -59,7 +59,10 @@ class _Line:
         group = self._group
         if group is None:
             raise WeightSyncError(f"{self._server.url} is not connected")
-        self._store.set(f"bucket/{self._bucket}", msgspec.json.encode(indices).decode())
+        try:
+            self._store.set(f"bucket/{self._bucket}", msgspec.json.encode(indices).decode())
+        except RuntimeError as error:
+            raise WeightSyncError(f"the store of the push to {self._server.url} broke: {error}") from error
         self._bucket += 1
         for _, tensor in bucket:
             broadcast_bytes(group, tensor, deadline.left)

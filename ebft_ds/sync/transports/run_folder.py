@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +44,8 @@ class RunFolder:
     @contextmanager
     def version(self, version: int, num_bytes: int) -> Iterator[Path]:
         """A folder for one push, removed at its end. Errors: WeightSyncError if the push does not fit."""
-        folder = self.path / f"v{version}"
+        # A name of its own for each attempt: a writer that was given up may still put its last file in place.
+        folder = self.path / f"v{version}-{secrets.token_hex(4)}"
         try:
             free = shutil.disk_usage(self.path).free
             if free < num_bytes + SPARE_BYTES:
@@ -51,7 +53,6 @@ class RunFolder:
                     f"push {version}: not enough room in {self.path.parent}: {num_bytes / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free; "
                     f"make room, or set sync_dir to a larger file system"
                 )
-            shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(mode=self._mode)
         except OSError as error:
             raise WeightSyncError(f"push {version} cannot be written to {folder}: {error}") from error

@@ -16,6 +16,8 @@ from ebft_ds.sync.transports.deadline import Deadline
 
 logger = logging.getLogger(__name__)
 
+BROKEN_SUFFIX = ":broken"
+"""Label of a server whose model is in pieces."""
 LOOK_SECONDS = 5.0
 """For a question that a live server answers at once."""
 
@@ -52,6 +54,7 @@ class ServerTransport(ABC):
     def push(self, manifest: WeightManifest, buckets: Iterable[Bucket], timeout: float) -> PushResult:
         deadline = Deadline(timeout)
         found = self._look()
+        self._refuse_broken(manifest.version, found)
         if not manifest.tensors:
             return self._relabel(manifest.version, found)
         if not manifest.complete:
@@ -126,6 +129,15 @@ class ServerTransport(ABC):
                 f"version {version} has the weights of the one before it, which no server holds: they need a complete push"
             )
         return PushResult(0.0, confirmed=confirmed, lost=len(self.addresses) - confirmed)
+
+    def _refuse_broken(self, version: int, found: dict[ServerAddress, str]) -> None:
+        """vLLM's own receiving engines cannot be trusted after a push that broke on the way: what they hold of it counts again."""
+        for address, name in found.items():
+            if name.endswith(BROKEN_SUFFIX):
+                raise WeightSyncError(
+                    f"push {version} to {address.url}: an earlier push broke on the way and has left vLLM's engine there in pieces; "
+                    "restart that server (with sync_transport gloo or disk a server keeps its old weights)"
+                )
 
     def _refuse_foreign(self, version: int, found: dict[ServerAddress, str]) -> None:
         """A push of what training changes completes the checkpoint or an earlier push of this run, nothing else."""

@@ -6,9 +6,12 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from aiohttp import ClientConnectorError
+
 from ebft_ds.errors import RolloutError, WeightSyncError
 from ebft_ds.sidecar.api import ServerUnreachable, VllmApi
 from ebft_ds.sidecar.push_ops import Apply, Reply, Status
+from ebft_ds.sidecar.versions import FRESH_VERSION
 from ebft_ds.sync.transports.deadline import Deadline
 
 AFTER_SECONDS = 20.0
@@ -44,7 +47,16 @@ class Switch:
         await self._insist(api, "resume")
         if error is not None:
             raise WeightSyncError(error)
-        return time.monotonic() - started
+        seconds = time.monotonic() - started
+        await self._still_the_same(api)
+        return seconds
+
+    async def _still_the_same(self, api: VllmApi) -> None:
+        """A server that was started again between the switch and its label carries the label over its checkpoint's weights."""
+        replies = await api.push_op(self.status, AFTER_SECONDS)
+        if any(reply.state != "applied" for reply in replies):
+            await self._insist(api, "unlabel")
+            raise ServerUnreachable(f"{api.address.url} was started again in the middle of a push")
 
     async def _put_in(self, api: VllmApi) -> str | None:
         """None: the new weights are in. A text: the old ones are. ServerUnreachable: it cannot be told."""
@@ -62,16 +74,19 @@ class Switch:
         return await api.push_op(self.status, AFTER_SECONDS)
 
     async def _insist(self, api: VllmApi, what: str) -> None:
-        """Again and again for a while: half a switch is worse than a slow one."""
-        limit = Deadline(max(AFTER_SECONDS, self.deadline.left))
+        """Again and again for a while: half a switch is worse than a slow one. Not with a server that is not there any more."""
+        limit = Deadline(AFTER_SECONDS)
         while True:
             try:
                 if what == "label":
                     await api.set_weight_version(self.version_name, ATTEMPT_SECONDS)
+                elif what == "unlabel":
+                    await api.set_weight_version(FRESH_VERSION, ATTEMPT_SECONDS)
                 else:
                     await api.resume(ATTEMPT_SECONDS)
                 return
             except RolloutError as error:
-                if not limit.left:
+                gone = isinstance(error, ServerUnreachable) and isinstance(error.__cause__, ConnectionRefusedError | ClientConnectorError)
+                if gone or not limit.left:
                     raise ServerUnreachable(f"{api.address.url} could not be {what}ed after a push: {error}") from error
                 await asyncio.sleep(0.1)

@@ -1,7 +1,7 @@
 """Pushes by vLLM's own weight-transfer engines, nccl and ipc: between GPUs.
 
 vLLM's receiving engines take a model apart when an update starts, so generation stands still for the whole transfer. A push that fails on
-the way leaves a server paused, with a label that is no version: the next push that succeeds puts it together and resumes it.
+the way leaves a server paused, with a label that is no version, and it has to be started again: vLLM would count what it got before twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ebft_ds.sidecar.versions import VersionNames
 from ebft_ds.sync.transport import Bucket
 from ebft_ds.sync.transports.deadline import Deadline, in_thread
 from ebft_ds.sync.transports.hand_over import HandOver
-from ebft_ds.sync.transports.servers import ServerTransport
+from ebft_ds.sync.transports.servers import BROKEN_SUFFIX, ServerTransport
 from ebft_ds.sync.transports.vllm_source import FanOutClient, ZeroWeightSource
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class NativeTransport(ServerTransport):
 
         async def clean(api: VllmApi) -> None:
             if torn:
-                await api.set_weight_version(f"{self.names.run_token}:broken", CLEAN_SECONDS)
+                await api.set_weight_version(f"{self.names.run_token}{BROKEN_SUFFIX}", CLEAN_SECONDS)
             else:
                 await api.resume(CLEAN_SECONDS)
 
