@@ -151,7 +151,8 @@ async def check_log_probs(api: VllmApi) -> None:
     Errors: RolloutError for a server whose log-probs leave out temperature and filters: importance weights would be wrong.
     """
     params = {"max_tokens": 1, "temperature": 0.5, "top_k": 1, "logprobs": 0, "detokenize": False, "ignore_eos": True}
-    answer = await api.generate([0], params, request_id=f"check-{time.monotonic_ns()}", model=None, timeout=FIRST_TOKEN_SECONDS)
+    prompt = [1, 2, 3]  # not 0 alone: padding's embedding is often zero, and of equal logits top_k keeps all
+    answer = await api.generate(prompt, params, request_id=f"check-{time.monotonic_ns()}", model=None, timeout=FIRST_TOKEN_SECONDS)
     found = answer.choices[0].logprobs
     entries = (found.content if found is not None else None) or []
     if not entries or abs(entries[0].logprob) > 1e-3:
