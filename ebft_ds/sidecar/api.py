@@ -5,7 +5,7 @@ Every call has a deadline and checks the status and the shape of the answer. Not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Literal, TypeVar
 
 import aiohttp
@@ -14,6 +14,7 @@ import msgspec
 from ebft_ds.errors import RolloutError
 from ebft_ds.sidecar.address import ServerAddress
 from ebft_ds.sidecar.push_ops import METHOD, Op, Replies, Reply
+from ebft_ds.sidecar.watched import ShutsDown, watched
 
 A = TypeVar("A")
 CONNECT_SECONDS = 5.0
@@ -206,7 +207,7 @@ class VllmApi:
     async def push_op(self, op: Op, timeout: float) -> list[Reply]:
         """One op of a push to our receiver: the answers of the workers (with data parallelism, of the first engine's)."""
         body = {"method": METHOD, "args": [msgspec.json.encode(op).decode()]}
-        return (await self._call("POST", "/collective_rpc", Replies, timeout, body)).results
+        return (await self._watched("/collective_rpc", self._call("POST", "/collective_rpc", Replies, timeout, body))).results
 
     async def sleep(self, level: int, timeout: float) -> None:
         await self._command(f"/sleep?level={level}", timeout)
@@ -223,7 +224,14 @@ class VllmApi:
     # Plumbing
 
     async def _command(self, path: str, timeout: float, body: dict[str, Any] | None = None) -> None:
-        await self._call("POST", path, None, timeout, body)
+        await self._watched(path, self._call("POST", path, None, timeout, body))
+
+    async def _watched(self, path: str, call: Coroutine[Any, Any, A]) -> A:
+        """A control call, given up when the server shuts down meanwhile."""
+        try:
+            return await watched(self.address.url, call)
+        except ShutsDown as error:
+            raise ServerUnreachable(f"{self.address.url}{path.partition('?')[0]}: {error}, and has not answered") from error
 
     async def _call(
         self, method: str, path: str, answer: type[A] | None, timeout: float, body: Any = None, *, connect: float = CONNECT_SECONDS

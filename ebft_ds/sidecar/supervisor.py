@@ -11,11 +11,14 @@ from ebft_ds.errors import RolloutError
 from ebft_ds.sidecar.address import ServerAddress
 from ebft_ds.sidecar.command import ServerPlan
 from ebft_ds.sidecar.server import ServerProcess
+from ebft_ds.sidecar.watched import refuses
 
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.3
 JOIN_SECONDS = 5.0
+DEAF_SECONDS = 8.0
+"""That a live process may refuse connections: longer than an orderly end takes."""
 
 
 class SidecarSupervisor:
@@ -120,14 +123,19 @@ class _Keeper:
     def _keep(self) -> None:
         self._bring_up()
         logger.info("%s is ready", self.server.name)
+        refusals = 0
         while not self._stopping.wait(WATCH_SECONDS):
-            if not self.server.alive():
+            # A front whose engine core has died stops to listen, and may wait for ever for its last connections to end.
+            refusals = refusals + 1 if refuses(self.server.address.url) else 0
+            if not self.server.alive() or refusals * WATCH_SECONDS > DEAF_SECONDS:
+                refusals = 0
                 self._revive()
 
     def _revive(self) -> None:
         """Start it again, as often as it may be. Errors: RolloutError for the last failure."""
         self.ready.clear()
-        what = f"{self.server.name} died ({self.server.end_in_words()})"
+        how = "it takes no connections any more" if self.server.alive() else self.server.end_in_words()
+        what = f"{self.server.name} died ({how})"
         while True:
             if self.restarted >= self._restarts:
                 raise RolloutError(
