@@ -41,7 +41,7 @@ def launch(model: Path, data: Data, folder: Path, moment: str) -> subprocess.Pop
     if moment == "push":
         fields["sync_bucket_mb"] = 0.002  # hundreds of buckets: a push takes long enough to be hit
     if moment == "idle":
-        fields |= {"max_staleness": 0, "per_device_train_batch_size": 64, "num_generations": 64}  # long training between two batches
+        fields |= {"max_staleness": 0, "per_device_train_batch_size": 64, "num_generations": 64, "vllm_max_num_seqs": 64}  # long training
     return start(folder / "recipe.yaml", overrides(model, data, folder / "run", **fields))
 
 
