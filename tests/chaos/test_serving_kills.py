@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 
 from ebft_ds.config import AsyncEBFTConfig
