@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ebft_ds.checkpoint.state import CheckpointStore
@@ -16,7 +16,6 @@ from ebft_ds.collectives import Collectives
 from ebft_ds.config import AsyncEBFTConfig
 from ebft_ds.config.deepspeed import build_deepspeed_config
 from ebft_ds.config.derived import DerivedNumbers
-from ebft_ds.config.engine_choice import rollout_engine_of
 from ebft_ds.data.chat import stop_token_ids
 from ebft_ds.data.preflight import Preflight
 from ebft_ds.data.requests import rollout_request, sampling_spec
@@ -25,31 +24,25 @@ from ebft_ds.data.stream import PromptStream
 from ebft_ds.engine.build import ZeroEngine, accelerator_count
 from ebft_ds.engine.feature_network import EngineFeatureNetwork
 from ebft_ds.engine.loading import load_actor, load_frozen_copy
-from ebft_ds.engine.network import LanguageNetwork
 from ebft_ds.engine.optimizer import build_optimizer, parameter_groups
 from ebft_ds.engine.schedule import learning_rate_factor
-from ebft_ds.errors import ConfigError, EbftError, PeerError
+from ebft_ds.errors import ConfigError
 from ebft_ds.features.layers import feature_layer_indices
 from ebft_ds.features.scorer import EBFTScorer
 from ebft_ds.rollout.client import RolloutClient
 from ebft_ds.rollout.feed import RolloutFeed
 from ebft_ds.rollout.spec import RolloutProcessSpec
-from ebft_ds.sync.adapter_source import AdapterSource
-from ebft_ds.sync.push import SyncOptions, WeightSync
-from ebft_ds.sync.source import MergedWeightSource
-from ebft_ds.sync.transport import WeightTransport
-from ebft_ds.sync.transports.embedded import EmbeddedTransport
-from ebft_ds.sync.weight_source import WeightSource
+from ebft_ds.sync.push import WeightSync
 from ebft_ds.trainers.evaluation import HeldOutEvaluation
 from ebft_ds.trainers.policy_step import PolicyStep
 from ebft_ds.trainers.rollout_desk import RolloutDesk
 from ebft_ds.trainers.rollout_servers import RolloutServers
 from ebft_ds.trainers.stop_signal import StopSignal
+from ebft_ds.trainers.weights import build_sync, start_servers, weight_transport
 from ebft_ds.types import Prompt, RolloutRequest, SamplingSpec
 
 logger = logging.getLogger(__name__)
 
-PROBE_TOKENS = 32
 EVAL_SEED_OFFSET = 1_000_003
 """Evaluation completions are drawn from other random streams than training ones."""
 
@@ -275,8 +268,8 @@ def _build_beside(
 
     desk.on_main(start_rollouts)
     network = engines.actor.network
-    transport = desk.on_main(lambda: _transport(client, servers, network))
-    sync = _build_sync(config, engines, transport, collectives, stream, sampling.temperature)
+    transport = desk.on_main(lambda: weight_transport(client, servers, network))
+    sync = build_sync(config, engines.actor, transport, collectives, stream, sampling.temperature)
     desk.repair_with(sync)
     policy = PolicyStep(
         engines.actor,
@@ -314,68 +307,6 @@ def _training_requests(config: AsyncEBFTConfig, sampling: SamplingSpec) -> Any:
         return rollout_request(prompt, rollout=config.rollout, method=config.method, data=config.data, sampling=sampling, attempt=attempt)
 
     return request
-
-
-def start_servers(config: AsyncEBFTConfig, log_folder: Path, collectives: Collectives, stop: StopSignal) -> RolloutServers | None:
-    """Collective: rank 0's servers, if the recipe wants any; they start while the engines are built. An error there is one everywhere."""
-    if rollout_engine_of(config) != "vllm":
-        return None
-    servers: RolloutServers | None = None
-    error: EbftError | None = None
-    if collectives.is_main:
-        try:
-            servers = RolloutServers(config, log_folder, stop, on_cpu=not accelerator_count())
-        except EbftError as caught:
-            error = caught
-    if collectives.max_int(int(error is not None)):
-        raise error or PeerError("rank 0 could not start the rollout servers; its message names the cause")
-    return servers
-
-
-def _transport(client: RolloutClient | None, servers: RolloutServers | None, network: LanguageNetwork) -> WeightTransport | None:
-    """Rank 0's way to push."""
-    if client is None:
-        return None
-    return EmbeddedTransport(client) if servers is None else servers.transport(client, network.model)
-
-
-def _build_sync(
-    config: AsyncEBFTConfig,
-    engines: Engines,
-    transport: WeightTransport | None,
-    collectives: Collectives,
-    stream: PromptStream,
-    temperature: float,
-) -> WeightSync:
-    rollout = config.rollout
-    dtype = rollout.rollout_dtype or config.model.dtype
-    first = stream.prompt(0)
-    network = engines.actor.network
-    return WeightSync(
-        engines.actor,
-        _weight_source(config, network, getattr(torch, dtype), is_main=collectives.is_main),
-        transport,
-        collectives,
-        SyncOptions(
-            interval=rollout.vllm_merge_check_interval,
-            dtype=dtype,
-            trainer_dtype=config.model.dtype,
-            timeout=rollout.sync_timeout,
-            retries=rollout.sync_retries,
-            probe_ids=(first.token_ids + first.reference_ids)[-PROBE_TOKENS:] if rollout.sync_probe else None,
-            probe_tolerance=rollout.sync_probe_tolerance,
-            temperature=temperature,
-        ),
-    )
-
-
-def _weight_source(config: AsyncEBFTConfig, network: LanguageNetwork, dtype: torch.dtype, *, is_main: bool) -> WeightSource:
-    bucket_bytes = int(config.rollout.sync_bucket_mb * 2**20)
-    if config.rollout.sync_mode == "adapter":
-        assert isinstance(network.model, PeftModel)
-        return AdapterSource(network.model, dtype, bucket_bytes, is_main=is_main)
-    to_servers = rollout_engine_of(config) == "vllm"
-    return MergedWeightSource(network, dtype, bucket_bytes, is_main=is_main, whole_modules=to_servers)
 
 
 def _build_evaluation(

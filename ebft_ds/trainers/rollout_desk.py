@@ -19,6 +19,7 @@ from ebft_ds.collectives import Collectives
 from ebft_ds.errors import EbftError, PeerError, Preempted
 from ebft_ds.rollout.client import RolloutClient
 from ebft_ds.rollout.feed import FeedStats, RolloutFeed
+from ebft_ds.sync.transports.colocated import Turns
 from ebft_ds.trainers.stop_signal import StopSignal
 from ebft_ds.types import Prompt, RolloutGroup, RolloutRequest
 
@@ -41,13 +42,6 @@ class Repair(Protocol):
     def repair(self, version: int) -> object:
         """Collective: push to it."""
         ...
-
-
-class Turns(Protocol):
-    """One GPU for the trainer and its server: who has it."""
-
-    def rollouts_begin(self) -> None: ...
-    def rollouts_end(self) -> None: ...
 
 
 class RolloutDesk:

@@ -8,7 +8,6 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from peft import PeftModel
 
 from ebft_ds.config import AsyncEBFTConfig
 from ebft_ds.config.engine_choice import Transport, starts_servers, transport_of
-from ebft_ds.errors import ConfigError, Preempted, RolloutError, WeightSyncError
+from ebft_ds.errors import ConfigError, Preempted, RolloutError
 from ebft_ds.rollout.client import RolloutClient
-from ebft_ds.rollout.manifest import WeightManifest
 from ebft_ds.rollout.spec import VllmClientSpec
 from ebft_ds.sidecar.address import ServerAddress
 from ebft_ds.sidecar.control import ControlLoop
@@ -27,14 +25,15 @@ from ebft_ds.sidecar.plans import server_plans
 from ebft_ds.sidecar.supervisor import SidecarSupervisor
 from ebft_ds.sidecar.supported import check_installed, check_log_probs, check_server, installed_vllm
 from ebft_ds.sidecar.versions import VersionNames, new_run_token
-from ebft_ds.sync.transport import Bucket, PushResult, WeightTransport
+from ebft_ds.sync.transport import WeightTransport
 from ebft_ds.sync.transports.adapter import AdapterTransport
 from ebft_ds.sync.transports.announced import AnnouncedTransport
+from ebft_ds.sync.transports.colocated import ColocatedTransport, Turns
 from ebft_ds.sync.transports.deadline import in_thread
 from ebft_ds.sync.transports.disk import DiskTransport
 from ebft_ds.sync.transports.gloo import GlooTransport
+from ebft_ds.sync.transports.restarting import RestartingTransport
 from ebft_ds.sync.transports.run_folder import RunFolder
-from ebft_ds.trainers.rollout_desk import Turns
 from ebft_ds.trainers.stop_signal import StopSignal
 
 logger = logging.getLogger(__name__)
@@ -126,9 +125,10 @@ class RolloutServers:
         if self._supervisor is not None:
             self._supervisor.check()
 
-    def wait_up(self, timeout: float) -> None:
+    def wait_up(self) -> None:
         """Until a server answers again; the others get their weights when they do. Errors: RolloutError when one is dead for good, the
         time is over, or the run is to stop."""
+        timeout = self._config.vllm.vllm_server_start_timeout
         deadline = time.monotonic() + timeout
         while True:
             self.check()
@@ -147,10 +147,6 @@ class RolloutServers:
         if self._supervisor is not None:
             self._supervisor.stop()
         self._control.close()
-
-    @property
-    def start_timeout(self) -> float:
-        return self._config.vllm.vllm_server_start_timeout
 
     @property
     def _alias(self) -> str:
@@ -185,67 +181,6 @@ class RolloutServers:
             raise ConfigError(f"sync_dir is needed to push by {self._kind} to servers on other machines: a folder that all of them share")
         shared = Path("/dev/shm")
         return (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"ebft_ds_{os.getuid()}"
-
-
-class RestartingTransport:
-    """`inner` over servers that a supervisor starts again: a push that found none alive waits for them and may be tried again."""
-
-    def __init__(self, inner: WeightTransport, servers: RolloutServers) -> None:
-        self._inner = inner
-        self._servers = servers
-
-    @property
-    def probe_temperature(self) -> float | None:
-        return self._inner.probe_temperature
-
-    def stale(self, version: int) -> bool:
-        return self._inner.stale(version)
-
-    def push(self, manifest: WeightManifest, buckets: Iterable[Bucket], timeout: float) -> PushResult:
-        try:
-            return self._inner.push(manifest, buckets, timeout)
-        except RolloutError as error:
-            logger.warning("weight push %d found no server: %s", manifest.version, error)
-            self._servers.wait_up(self._servers.start_timeout)
-            raise WeightSyncError(f"weight push {manifest.version}: the servers had died and are up again: {error}") from error
-
-    def score(self, token_ids: Sequence[int], temperature: float, timeout: float) -> list[list[float]]:
-        """Empty where all servers have died since they confirmed: they are started again, and given the weights before a request."""
-        try:
-            return self._inner.score(token_ids, temperature, timeout)
-        except RolloutError as error:
-            self._servers.check()
-            logger.warning("the probe found no server: %s", error)
-            return []
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class ColocatedTransport:
-    """`inner` to a server that sleeps while the trainer computes: it is woken for what needs its memory."""
-
-    def __init__(self, inner: WeightTransport, turns: Turns) -> None:
-        self._inner = inner
-        self._turns = turns
-
-    @property
-    def probe_temperature(self) -> float | None:
-        return self._inner.probe_temperature
-
-    def stale(self, version: int) -> bool:
-        return self._inner.stale(version)
-
-    def push(self, manifest: WeightManifest, buckets: Iterable[Bucket], timeout: float) -> PushResult:
-        self._turns.rollouts_begin()
-        return self._inner.push(manifest, buckets, timeout)
-
-    def score(self, token_ids: Sequence[int], temperature: float, timeout: float) -> list[list[float]]:
-        self._turns.rollouts_begin()
-        return self._inner.score(token_ids, temperature, timeout)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def adapter_settings(model: Any) -> dict[str, Any]:
