@@ -30,14 +30,21 @@ class Deadline:
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Run it in a daemon thread, which nothing waits for at exit: the caller may stop waiting for the future."""
+    """Run it in a daemon thread, which nothing waits for at exit: the caller may stop waiting for the future.
+
+    What `work` refers to is let go of before the future is done: whoever waits for a bucket to be sent may gather the next one at once.
+    """
     future: Future[T] = Future()
+    pending = [work]
+    del work
 
     def run() -> None:
         try:
-            future.set_result(work())
+            result = pending.pop()()
         except BaseException as error:  # noqa: BLE001  whoever waits for the future gets it
             future.set_exception(error)
+        else:
+            future.set_result(result)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
