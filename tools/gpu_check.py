@@ -146,9 +146,9 @@ def zero_engine(model: Path, dtype: str, offload: bool) -> str:
     engines = build_engines(config, derive(config, 1), hidden_size=64, num_layers=4, peft_config=None, optimizer=None)
     actor = engines.actor
     rows = pad_rows(ROWS, device=actor.device)
-    places = [(b, t) for b, row in enumerate(ROWS) for t in range(len(row) - 1)]
-    index, columns = (torch.tensor(values, device=actor.device) for values in zip(*places, strict=True))
-    work = LogProbWork(rows, index, columns, rows.input_ids[index, columns + 1], torch.ones(len(places), device=actor.device))
+    width = rows.input_ids.shape[1]
+    positions = torch.tensor([b * width + t for b, row in enumerate(ROWS) for t in range(len(row) - 1)], device=actor.device)
+    work = LogProbWork(rows, positions, rows.input_ids.flatten()[positions + 1], torch.ones(len(positions), device=actor.device))
     log_probs, _ = actor.log_probs(work)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     wanted = []
@@ -157,11 +157,11 @@ def zero_engine(model: Path, dtype: str, offload: bool) -> str:
             logits = plain(torch.tensor([row])).logits[0, :-1]
         wanted.append(torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0])
     report = close(log_probs, torch.cat(wanted), 1e-3 if dtype == "float32" else 0.3)
-    before = actor.features(FeatureWork(rows, engines.layer_indices))
+    before = actor.features(FeatureWork(rows, engines.layer_indices, rows.flat_positions()))
     actor.backward(-log_probs.mean(), last=True)
     norm, _ = actor.step(0)
     assert norm > 0
-    after = actor.features(FeatureWork(rows, engines.layer_indices))
+    after = actor.features(FeatureWork(rows, engines.layer_indices, rows.flat_positions()))
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the step moved the frozen features"
     return report
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ebft_ds.engine.build import ZeroEngine
 from ebft_ds.engine.network import FeatureWork
-from ebft_ds.packing.padded import PaddedRows
+from ebft_ds.packing.rows import TokenRows
 
 
 class EngineFeatureNetwork:
@@ -22,5 +22,5 @@ class EngineFeatureNetwork:
     def device(self) -> torch.device:
         return self._engine.device
 
-    def hidden_states(self, rows: PaddedRows, layers: Sequence[int]) -> list[Tensor]:
-        return self._engine.features(FeatureWork(rows, layers, use_adapters=False))
+    def hidden_states(self, rows: TokenRows, layers: Sequence[int], positions: Tensor) -> list[Tensor]:
+        return self._engine.features(FeatureWork(rows, layers, positions, use_adapters=False))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft_ds.errors import ModelError
-from ebft_ds.packing.padded import PaddedRows
+from ebft_ds.packing.rows import TokenRows
 from ebft_ds.policy.logprobs import LogProbHead
 
 
@@ -24,18 +24,20 @@ from ebft_ds.policy.logprobs import LogProbHead
 class FeatureWork:
     """Hidden states wanted: `layers` are hidden-state indices (k = output of block k; L = after the final norm)."""
 
-    rows: PaddedRows
+    rows: TokenRows
     layers: Sequence[int]
+    positions: Tensor
+    """int64 [N]: flat positions into the rows."""
     use_adapters: bool = False
 
 
 @dataclass(frozen=True)
 class LogProbWork:
-    """Log-probs wanted of `targets[i]`, predicted at position `columns[i]` of row `rows_index[i]`. All index tensors int64 [N]."""
+    """Log-probs wanted of `targets[i]` (int64 [N]), as predicted at `positions[i]`."""
 
-    rows: PaddedRows
-    rows_index: Tensor
-    columns: Tensor
+    rows: TokenRows
+    positions: Tensor
+    """int64 [N]: flat positions into the rows."""
     targets: Tensor
     inverse_temperature: Tensor
     """float32 [N]."""
@@ -80,10 +82,10 @@ class LanguageNetwork(nn.Module):
             return nullcontext()
         return self.model.disable_adapter()
 
-    def _run_body(self, rows: PaddedRows) -> Tensor:
-        output: Tensor = self.body(
-            input_ids=rows.input_ids, attention_mask=rows.attention_mask, position_ids=rows.position_ids, use_cache=False
-        ).last_hidden_state
+    def _run_body(self, rows: TokenRows) -> Tensor:
+        """[B, T, H] after the final norm."""
+        output: Tensor = self.body(**rows.body_inputs(), use_cache=False).last_hidden_state
+        rows.check_forward(self.num_layers)
         return output
 
     def _log_probs(self, work: LogProbWork) -> tuple[Tensor, Tensor]:
@@ -91,11 +93,12 @@ class LanguageNetwork(nn.Module):
         head = self.base_model.get_output_embeddings()
         with self._adapters(work.use_adapters):
             hidden = self._run_body(work.rows)
-            log_probs, entropy = head(hidden[work.rows_index, work.columns], work.targets, work.inverse_temperature)
+            log_probs, entropy = head(hidden.flatten(0, 1)[work.positions], work.targets, work.inverse_temperature)
         return log_probs, entropy
 
     def _features(self, work: FeatureWork) -> list[Tensor]:
-        """One [B, T, H] tensor per wanted layer, without gradient; blocks above the deepest one are not run."""
+        """One [N, H] tensor per wanted layer, without gradient; blocks above the deepest one are not run, and of the others only the
+        wanted positions are kept."""
         captured: dict[int, Tensor] = {}
         total = self.depth
         deepest = max(work.layers)
@@ -106,10 +109,10 @@ class LanguageNetwork(nn.Module):
             with torch.no_grad(), self._adapters(work.use_adapters), truncated(self.body, deepest):
                 _, layers = decoder_layers(self.body)
                 for index in set(work.layers) - {total}:
-                    handles.append(layers[index - 1].register_forward_hook(_capture(captured, index)))
+                    handles.append(layers[index - 1].register_forward_hook(_capture(captured, index, work.positions)))
                 output = self._run_body(work.rows)
                 if deepest == total:
-                    captured[total] = output
+                    captured[total] = output.flatten(0, 1)[work.positions]
         finally:
             for handle in handles:
                 handle.remove()
@@ -117,9 +120,10 @@ class LanguageNetwork(nn.Module):
         return [captured[index] for index in work.layers]
 
 
-def _capture(into: dict[int, Tensor], index: int) -> Any:
+def _capture(into: dict[int, Tensor], index: int, positions: Tensor) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        into[index] = output[0] if isinstance(output, tuple) else output
+        states: Tensor = output[0] if isinstance(output, tuple) else output
+        into[index] = states.flatten(0, 1)[positions]
 
     return hook
 

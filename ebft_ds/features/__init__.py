@@ -2,7 +2,8 @@
 
 from ebft_ds.features.eos import FeatureEos, feature_length, feature_span, resolve_feature_eos
 from ebft_ds.features.layers import feature_layer_indices
-from ebft_ds.features.pooling import EmbedMethod, FeatureNorm, pool_features, pool_hidden_states, unit_normalize
+from ebft_ds.features.pooling import FeatureNorm, pool_features, pool_hidden_states, unit_normalize
+from ebft_ds.features.spans import EmbedMethod
 from ebft_ds.features.whitening import WhitenedGroups, WhiteningKind, default_whitening_rtol, whiten_groups, whitening_kind
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ebft_ds.packing.padded import PaddedRows
+from ebft_ds.packing.rows import TokenRows
 
 
 class FeatureNetwork(Protocol):
@@ -17,6 +17,7 @@ class FeatureNetwork(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def hidden_states(self, rows: PaddedRows, layers: Sequence[int]) -> list[Tensor]:
-        """One [B, T, H] tensor per layer index (k = output of block k, L = after the final norm), without gradient, in eval mode."""
+    def hidden_states(self, rows: TokenRows, layers: Sequence[int], positions: Tensor) -> list[Tensor]:
+        """At flat `positions` (int64 [N]) of the rows, one [N, H] tensor per layer index (k = output of block k, L = after the final
+        norm), without gradient, in eval mode."""
         ...

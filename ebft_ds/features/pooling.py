@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from ebft_ds.errors import ConfigError, DataError
+from ebft_ds.features.spans import EmbedMethod, FeatureSpans, TokenRange, check_method, feature_spans
+from ebft_ds.packing.rows import Place
 
-EmbedMethod = Literal["last_token", "mean_pooling", "completion_mean", "concat"]
 FeatureNorm = Literal["pooled", "token", "per_layer"]
 
 NORM_EPS = 1e-12
@@ -55,34 +56,48 @@ def pool_hidden_states(
         ConfigError: unknown method, or `mean_pooling` without `prompt_start`.
         DataError: a span that does not lie inside T.
     """
-    first = _first_position(completion_start, method, prompt_start)
-    _check_spans(first, completion_start, completion_length, hidden.shape[1])
-    if method in ("mean_pooling", "completion_mean"):
-        return _mean(hidden, first, completion_start + completion_length, completion_length > 0)
-    offsets = _offsets(completion_length, method)
-    positions = (completion_start[:, None] + offsets).clamp(0, hidden.shape[1] - 1)
-    picked = _widen(hidden.gather(1, positions[:, :, None].expand(-1, -1, hidden.shape[2])))
-    return picked.masked_fill((completion_length == 0)[:, None, None], 0.0).flatten(1)
+    check_method(method)
+    if method == "mean_pooling" and prompt_start is None:
+        raise ConfigError("mean_pooling averages over prompt and completion: pass prompt_start")
+    width = hidden.shape[1]
+    starts, lengths = completion_start.tolist(), completion_length.tolist()
+    firsts = starts if prompt_start is None or method != "mean_pooling" else prompt_start.tolist()
+    for row, (first, start, length) in enumerate(zip(firsts, starts, lengths, strict=True)):
+        if length < 0 or (length > 0 and not 0 <= first <= start <= start + length <= width):
+            raise DataError(
+                f"row {row}: completion tokens [{start}, {start + length}) after first token {first} "
+                f"do not lie inside the {width} positions of the hidden states"
+            )
+    places = [Place(b * width, width, (b + 1) * width, 0) for b in range(hidden.shape[0])]
+    ranges = [TokenRange(start, length, first) for first, start, length in zip(firsts, starts, lengths, strict=True)]
+    spans = feature_spans(places, ranges, method).to(hidden.device)
+    return pool_spans(hidden.flatten(0, 1)[spans.positions], spans)
+
+
+def pool_spans(states: Float[Tensor, "n h"], spans: FeatureSpans) -> Float[Tensor, "f d"]:
+    """Pool one layer's states at `spans.positions`; D = H, or 3H for `concat`. At least float32; a feature without tokens is zero."""
+    # Summed span by span, in order: the same on every device and in every run, which an unordered scatter-add would not be.
+    sums: Tensor = torch.segment_reduce(_widen(states), "sum", lengths=spans.lengths, axis=0)
+    sums = torch.cat([sums, sums.new_zeros(1, sums.shape[1])])
+    pooled = sums[spans.pieces].sum(dim=1) / spans.counts[:, None]
+    features: Tensor = pooled.view(-1, spans.slots * sums.shape[1])
+    return features
 
 
 def pool_features(
-    layers: Sequence[Float[Tensor, "b t h"]],
-    completion_start: Int[Tensor, " b"],
-    completion_length: Int[Tensor, " b"],
-    method: EmbedMethod | str,
-    *,
-    prompt_start: Int[Tensor, " b"] | None = None,
-    norm: FeatureNorm | str = "pooled",
-) -> Float[Tensor, "b d"]:
-    """Unit-norm features from the selected layers, concatenated; D = L*H, or 3*L*H for `concat` (position-major).
+    layers: Sequence[Float[Tensor, "n h"]], spans: FeatureSpans, *, norm: FeatureNorm | str = "pooled"
+) -> Float[Tensor, "f d"]:
+    """Unit-norm features from the selected layers' states at `spans.positions`; D = L*H, or 3*L*H for `concat` (position-major).
 
     `norm` (`ebft_feature_norm`):
         `pooled`: concatenate, pool, then one L2 normalisation.
         `token`: each token's concatenated state is L2-normalised before pooling (the authors' code), the pooled vector again after it.
         `per_layer`: each layer's pooled state is L2-normalised, then divided by sqrt(L), so that every layer weighs the same.
 
-    Computed and returned in float32 (float64 for float64 input). Length 0 gives zeros. Spans and errors as in
-    `pool_hidden_states`; an unknown `norm` or no layer is a ConfigError.
+    Computed and returned in float32 (float64 for float64 input). A feature without tokens is zero.
+
+    Raises:
+        ConfigError: an unknown `norm`, or no layer.
     """
     if not layers:
         raise ConfigError("no hidden states were given: select at least one feature layer")
@@ -91,10 +106,10 @@ def pool_features(
     token_norm = _token_norms(layers) if norm == "token" else None
     pooled: list[Tensor] = []
     for layer in layers:
-        states = layer if token_norm is None else _widen(layer) / token_norm[:, :, None]
-        vector = pool_hidden_states(states, completion_start, completion_length, method, prompt_start=prompt_start)
+        states = layer if token_norm is None else _widen(layer) / token_norm[:, None]
+        vector = pool_spans(states, spans)
         pooled.append(unit_normalize(vector) / math.sqrt(len(layers)) if norm == "per_layer" else vector)
-    width = layers[0].shape[2]
+    width = layers[0].shape[1]
     by_position = [vector.unflatten(1, (-1, width)) for vector in pooled]
     features = torch.cat(by_position, dim=2).flatten(1)
     return features if norm == "per_layer" else unit_normalize(features)
@@ -105,42 +120,6 @@ def _widen(states: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return states if states.dtype == torch.float64 else states.float()
 
 
-def _first_position(completion_start: Int[Tensor, " b"], method: str, prompt_start: Int[Tensor, " b"] | None) -> Int[Tensor, " b"]:
-    if method not in get_args(EmbedMethod):
-        raise ConfigError(f"ebft_embed_method is {method!r}; use one of {', '.join(get_args(EmbedMethod))}")
-    if method != "mean_pooling":
-        return completion_start
-    if prompt_start is None:
-        raise ConfigError("mean_pooling averages over prompt and completion: pass prompt_start")
-    return prompt_start
-
-
-def _check_spans(first: Int[Tensor, " b"], start: Int[Tensor, " b"], length: Int[Tensor, " b"], width: int) -> None:
-    outside = (length < 0) | ((length > 0) & ((first < 0) | (start < first) | (start + length > width)))
-    if bool(outside.any()):
-        row = int(outside.nonzero()[0])
-        raise DataError(
-            f"row {row}: completion tokens [{int(start[row])}, {int(start[row] + length[row])}) after first token {int(first[row])} "
-            f"do not lie inside the {width} positions of the hidden states"
-        )
-
-
-def _mean(hidden: Float[Tensor, "b t h"], first: Int[Tensor, " b"], end: Int[Tensor, " b"], nonempty: Tensor) -> Float[Tensor, "b h"]:
-    position = torch.arange(hidden.shape[1], device=hidden.device)
-    inside = (position >= first[:, None]) & (position < end[:, None]) & nonempty[:, None]
-    # masked_fill, not a product with 0: padding may hold NaN
-    total = _widen(hidden).masked_fill(~inside[:, :, None], 0.0).sum(dim=1)
-    return total / inside.sum(dim=1, keepdim=True).clamp_min(1)
-
-
-def _offsets(length: Int[Tensor, " b"], method: str) -> Int[Tensor, "b p"]:
-    last = (length - 1).clamp_min(0)
-    if method == "last_token":
-        return last[:, None]
-    quarters = torch.arange(1, 4, device=length.device)
-    return torch.minimum(length[:, None] * quarters // 4, last[:, None])
-
-
-def _token_norms(layers: Sequence[Float[Tensor, "b t h"]]) -> Float[Tensor, "b t"]:
+def _token_norms(layers: Sequence[Float[Tensor, "n h"]]) -> Float[Tensor, " n"]:
     squares = [_widen(layer).square().sum(dim=-1) for layer in layers]
     return torch.stack(squares).sum(dim=0).sqrt().clamp_min(NORM_EPS)

@@ -18,9 +18,10 @@ from ebft_ds.errors import ConfigError, DataError, EbftError, NumericsError
 from ebft_ds.features.eos import feature_span, resolve_feature_eos
 from ebft_ds.features.network import FeatureNetwork
 from ebft_ds.features.pooling import pool_features
+from ebft_ds.features.spans import TokenRange, feature_spans
 from ebft_ds.features.whitening import default_whitening_rtol, whitening_kind
-from ebft_ds.packing.padded import pad_rows
-from ebft_ds.packing.plan import Plan, PlannedSequence, plan_micro_batches
+from ebft_ds.packing.packer import RowPacker
+from ebft_ds.packing.plan import Plan
 from ebft_ds.rewards.feature_matching import FeatureRewards, group_feature_rewards
 from ebft_ds.types import RolloutGroup
 
@@ -45,9 +46,13 @@ class _Entry:
     """One distinct sequence: prompt plus a completion or the reference, and the span its feature is taken from."""
 
     group: int
-    token_ids: list[int]
-    start: int
-    length: int
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    tokens: TokenRange
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ class EBFTScorer:
         alignment_coef, diversity_coef: of the reward.
         feature_network: may be set later, before the first score.
         feature_norm, feature_eos, whitening_rtol: as the `ebft_` fields; eos_ids: what counts as a terminal EOS.
-        token_budget: most padded tokens in one forward on one rank.
+        token_budget: most tokens in one forward on one rank, padding included.
+        packer: how rows are laid out; default: padded.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class EBFTScorer:
         eos_ids: Collection[int] = (),
         whitening_rtol: float | None = None,
         token_budget: int = 16384,
+        packer: RowPacker | None = None,
         collectives: Collectives | None = None,
     ) -> None:
         self.layer_indices = list(layer_indices)
@@ -99,6 +106,7 @@ class EBFTScorer:
         self.eos_ids = frozenset(eos_ids)
         self.whitening_rtol = whitening_rtol
         self.token_budget = token_budget
+        self.packer = packer or RowPacker()
         self.collectives = collectives or Collectives()
 
     def score(self, groups: Sequence[RolloutGroup], completion_weights: Tensor | None = None) -> Scores:
@@ -113,8 +121,7 @@ class EBFTScorer:
         if self.feature_network is None:
             raise ConfigError("EBFTScorer has no feature_network: pass one, or set scorer.feature_network before scoring")
         layout = self._layout(groups)
-        sequences = [PlannedSequence(entry.group, len(entry.token_ids)) for entry in layout.entries]
-        plan = plan_micro_batches(sequences, self.collectives.world_size, token_budget=self.token_budget)
+        plan = self.packer.plan(layout.entries, self.collectives.world_size, token_budget=self.token_budget)
         features, padded = self._forward(layout, plan, self.feature_network)
         owners = _group_owners(layout, plan, self.collectives.world_size)
         self._share_split_groups(layout, plan, features)
@@ -133,7 +140,7 @@ class EBFTScorer:
             if span is None:
                 raise DataError(f"prompt {group.prompt.prompt_id} has an empty reference: nothing to match")
             references.append(len(entries))
-            entries.append(_Entry(g, prompt + group.prompt.reference_ids, *span))
+            entries.append(_Entry(g, prompt, group.prompt.reference_ids, TokenRange(*span)))
             # Identical completions share one feature vector: two forwards of the same tokens would differ by rounding, and
             # whitening would blow that difference up into a signal.
             seen: dict[tuple[int, ...], int] = {}
@@ -143,7 +150,7 @@ class EBFTScorer:
                 key = tuple(rollout.token_ids)
                 if span is not None and key not in seen:
                     seen[key] = len(entries)
-                    entries.append(_Entry(g, prompt + rollout.token_ids, *span))
+                    entries.append(_Entry(g, prompt, rollout.token_ids, TokenRange(*span)))
                 row.append(None if span is None else seen[key])
             completions.append(row)
         return _Layout(entries, references, completions)
@@ -153,22 +160,17 @@ class EBFTScorer:
         features: dict[int, Tensor] = {}
         padded = 0
         for batch in plan.ranks[self.collectives.rank]:
-            rows = pad_rows([layout.entries[i].token_ids for i in batch], device=network.device)
-            hidden = network.hidden_states(rows, self.layer_indices)
+            entries = [layout.entries[i] for i in batch]
+            built = self.packer.build(entries, device=network.device)
+            spans = feature_spans(built.places, [entry.tokens for entry in entries], self.embed_method).to(network.device)
+            hidden = network.hidden_states(built.rows, self.layer_indices, spans.positions)
             if self.whitening_rtol is None:
                 # By the network's precision: pooled features are float32 whatever computed them.
                 self.whitening_rtol = default_whitening_rtol(hidden[0].dtype)
             if not batch:
                 continue
-            padded += rows.input_ids.numel()
-            pooled = pool_features(
-                hidden,
-                torch.tensor([layout.entries[i].start for i in batch], device=network.device),
-                torch.tensor([layout.entries[i].length for i in batch], device=network.device),
-                self.embed_method,
-                prompt_start=torch.zeros(len(batch), dtype=torch.int64, device=network.device),
-                norm=self.feature_norm,
-            ).float()
+            padded += built.rows.input_ids.numel()
+            pooled = pool_features(hidden, spans, norm=self.feature_norm).float()
             features |= dict(zip(batch, pooled.cpu(), strict=True))
         return features, padded
 
@@ -242,7 +244,7 @@ class EBFTScorer:
         return Scores(
             rewards=rewards,
             empty_completions=int((~mask).sum()),
-            real_tokens=sum(len(entry.token_ids) for entry in layout.entries),
+            real_tokens=sum(entry.length for entry in layout.entries),
             padded_tokens=sum(int(answer["padded"]) for answer in answers),
         )
 

@@ -10,14 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ebft_ds.errors import ConfigError
+from ebft_ds.packing.rows import RowStyle
 
 
 @dataclass(frozen=True)
 class PlannedSequence:
-    """One sequence to forward. `group` ties sequences that should stay on one rank; `length` counts tokens."""
+    """One sequence to forward. `group` ties sequences of one prompt, which should stay on one rank. Lengths in tokens."""
 
     group: int
-    length: int
+    prompt_length: int
+    branch_length: int
+
+    @property
+    def length(self) -> int:
+        return self.prompt_length + self.branch_length
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ def plan_micro_batches(
     sequences: Sequence[PlannedSequence],
     world_size: int,
     *,
+    style: RowStyle = "padded",
     token_budget: int | None = None,
     max_sequences: int | None = None,
 ) -> Plan:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ebft_ds.packing.padded import PaddedRows, pad_rows
+from ebft_ds.packing.packer import RowPacker
+from ebft_ds.packing.rows import TokenRows
 from ebft_ds.types import Prompt, Rollout, RolloutGroup
 
 
@@ -61,9 +62,9 @@ def completion_sequences(groups: Sequence[RolloutGroup], advantages: Tensor, *, 
 class MicroBatch:
     """Rows for one forward, the positions whose log-probs are wanted, and the [B, T] layout (T = longest completion) of the loss."""
 
-    rows: PaddedRows
-    rows_index: Tensor
-    columns: Tensor
+    rows: TokenRows
+    positions: Tensor
+    """int64 [N]: flat positions that predict the wanted tokens."""
     targets: Tensor
     inverse_temperature: Tensor
     slots: Tensor
@@ -83,37 +84,39 @@ class MicroBatch:
         return flat.scatter(0, self.slots, values).view(self.mask.shape)
 
 
-def build_micro_batch(sequences: Sequence[TrainSequence], *, temperature: float, device: torch.device | str = "cpu") -> MicroBatch:
-    """Right-padded rows. Completions are scored at the sampling temperature, references at 1. No sequence: a dummy row, nothing trained.
+def build_micro_batch(
+    sequences: Sequence[TrainSequence], *, temperature: float, packer: RowPacker | None = None, device: torch.device | str = "cpu"
+) -> MicroBatch:
+    """Rows as `packer` lays them out (default: padded). Completions are scored at the sampling temperature, references at 1.
+
+    No sequence gives a dummy row with nothing trained.
 
     The dummy asks for one log-prob, so that its backward touches every parameter: ZeRO-3 reduces gradients collectively.
     """
-    rows = pad_rows([s.prompt_ids + s.completion_ids for s in sequences] or [[0, 0]], device=device)
+    laid_out = (packer or RowPacker()).build(sequences, device=device)
     width = max((len(s.completion_ids) for s in sequences), default=1)
     count = max(len(sequences), 1)
     mask = torch.zeros(count, width, dtype=torch.bool)
     sampling = torch.zeros(count, width)
-    rows_index, columns, targets, inverse, slots = [], [], [], [], []
-    for b, s in enumerate(sequences):
+    positions, targets, inverse, slots = [], [], [], []
+    for b, (s, place) in enumerate(zip(sequences, laid_out.places, strict=True)):
         mask[b, : len(s.trained)] = torch.tensor(s.trained, dtype=torch.bool)
         sampling[b, : len(s.sampling_logprobs)] = torch.tensor(s.sampling_logprobs)
         for t, wanted in enumerate(s.trained):
             if wanted:
-                rows_index.append(b)
-                columns.append(len(s.prompt_ids) + t - 1)
+                positions.append(place.predictor(t))
                 targets.append(s.completion_ids[t])
                 inverse.append(1.0 if s.is_reference else 1.0 / temperature)
                 slots.append(b * width + t)
     if not targets:
-        rows_index, columns, targets, inverse, slots = [0], [0], [0], [1.0], [0]
+        positions, targets, inverse, slots = [0], [0], [1.0], [0]
 
     def indices(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     return MicroBatch(
-        rows=rows,
-        rows_index=indices(rows_index),
-        columns=indices(columns),
+        rows=laid_out.rows,
+        positions=indices(positions),
         targets=indices(targets),
         inverse_temperature=torch.tensor(inverse, dtype=torch.float32, device=device),
         slots=indices(slots),

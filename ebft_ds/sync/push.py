@@ -271,8 +271,7 @@ class WeightSync:
         count = len(ids) - 1
         work = LogProbWork(
             rows=pad_rows([ids], device=device),
-            rows_index=torch.zeros(count, dtype=torch.int64, device=device),
-            columns=torch.arange(count, device=device),
+            positions=torch.arange(count, device=device),
             targets=torch.tensor(ids[1:], dtype=torch.int64, device=device),
             inverse_temperature=torch.full((count,), 1.0 / temperature, device=device),
         )

@@ -14,7 +14,7 @@ from ebft_ds.errors import DataError
 from ebft_ds.features.scorer import EBFTScorer, Scores
 from ebft_ds.monitor.summary import EvalResult
 from ebft_ds.monitor.text_metrics import char_ngram_f
-from ebft_ds.packing.plan import PlannedSequence, plan_micro_batches
+from ebft_ds.packing.packer import RowPacker
 from ebft_ds.policy.batch import build_micro_batch, reference_sequence
 from ebft_ds.trainers.rollout_desk import RolloutDesk
 from ebft_ds.types import Prompt, RolloutGroup, RolloutRequest
@@ -62,12 +62,11 @@ class HeldOutEvaluation:
     def reference_cross_entropy(self) -> float:
         """Nats per token of the held-out references under the actor."""
         sequences = [reference_sequence(i, prompt) for i, prompt in enumerate(self.prompts)]
-        planned = [PlannedSequence(i, s.length) for i, s in enumerate(sequences)]
-        plan = plan_micro_batches(planned, self._collectives.world_size, max_sequences=self._batch_size)
+        plan = RowPacker().plan(sequences, self._collectives.world_size, max_sequences=self._batch_size)
         total, tokens = 0.0, 0
         for indices in plan.ranks[self._collectives.rank]:
             batch = build_micro_batch([sequences[i] for i in indices], temperature=1.0, device=self._actor.device)
-            work = LogProbWork(batch.rows, batch.rows_index, batch.columns, batch.targets, batch.inverse_temperature)
+            work = LogProbWork(batch.rows, batch.positions, batch.targets, batch.inverse_temperature)
             log_probs, _ = self._actor.frozen_log_probs(work)
             if indices:
                 total -= float(log_probs.double().sum())

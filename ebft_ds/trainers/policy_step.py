@@ -18,7 +18,8 @@ from ebft_ds.engine.build import ZeroEngine
 from ebft_ds.engine.network import LogProbWork
 from ebft_ds.errors import NumericsError, PeerError
 from ebft_ds.monitor.metrics import Metric, MetricsAccumulator
-from ebft_ds.packing.plan import Plan, PlannedSequence, plan_micro_batches
+from ebft_ds.packing.packer import RowPacker
+from ebft_ds.packing.plan import Plan
 from ebft_ds.policy.batch import MicroBatch, TrainSequence, build_micro_batch, completion_sequences, reference_sequence
 from ebft_ds.policy.denominators import LossDenominators
 from ebft_ds.policy.importance import importance_weights, sequence_importance
@@ -43,6 +44,7 @@ class PolicyStep:
         reference: engine of the KL reference; None: the actor with its adapters off.
         temperature: that the engine samples at.
         check_stop: collective, called before each micro-batch; may raise.
+        packer: how rows are laid out; default: padded.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class PolicyStep:
         run: RunSection,
         temperature: float,
         check_stop: Callable[[], None],
+        packer: RowPacker | None = None,
     ) -> None:
         self._actor = actor
         self._reference = reference
@@ -67,6 +70,7 @@ class PolicyStep:
         self._run = run
         self._temperature = temperature
         self._check_stop = check_stop
+        self._packer = packer or RowPacker()
 
     def on_groups(
         self, step: int, groups: Sequence[RolloutGroup], advantages: Tensor, *, rl_coef: float, ce_coef: float, metrics: MetricsAccumulator
@@ -116,11 +120,10 @@ class PolicyStep:
         return StepSizes(sizes, sum(s.trained_tokens for s in references))
 
     def _plan(self, sequences: Sequence[TrainSequence]) -> Plan:
-        planned = [PlannedSequence(i, s.length) for i, s in enumerate(sequences)]
-        return plan_micro_batches(planned, self._collectives.world_size, max_sequences=self._run.per_device_train_batch_size)
+        return self._packer.plan(sequences, self._collectives.world_size, max_sequences=self._run.per_device_train_batch_size)
 
     def _build(self, sequences: Sequence[TrainSequence]) -> MicroBatch:
-        return build_micro_batch(sequences, temperature=self._temperature, device=self._actor.device)
+        return build_micro_batch(sequences, temperature=self._temperature, packer=self._packer, device=self._actor.device)
 
     def _run_step(
         self,
@@ -235,4 +238,4 @@ class PolicyStep:
 
 
 def _work(batch: MicroBatch) -> LogProbWork:
-    return LogProbWork(batch.rows, batch.rows_index, batch.columns, batch.targets, batch.inverse_temperature)
+    return LogProbWork(batch.rows, batch.positions, batch.targets, batch.inverse_temperature)

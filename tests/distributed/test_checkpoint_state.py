@@ -60,9 +60,7 @@ class Job:
 
     def log_probs(self) -> Tensor:
         count = len(PROBE) - 1
-        work = LogProbWork(
-            pad_rows([PROBE]), torch.zeros(count, dtype=torch.int64), torch.arange(count), torch.tensor(PROBE[1:]), torch.ones(count)
-        )
+        work = LogProbWork(pad_rows([PROBE]), torch.arange(count), torch.tensor(PROBE[1:]), torch.ones(count))
         return self.engines.actor.frozen_log_probs(work)[0]
 
 

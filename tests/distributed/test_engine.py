@@ -22,9 +22,10 @@ ROWS = [[5, 9, 14, 22, 7, 31], [8, 3, 44, 12], [6, 6, 19, 2, 90, 41, 17, 33]]
 def log_prob_work(rows: list[list[int]], **options: Any) -> LogProbWork:
     """Every token of every row but its first."""
     padded = pad_rows(rows)
-    places = [(b, t) for b, row in enumerate(rows) for t in range(len(row) - 1)]
-    index, columns = (torch.tensor(values) for values in zip(*places, strict=True))
-    return LogProbWork(padded, index, columns, padded.input_ids[index, columns + 1], torch.full((len(places),), 1 / 0.7), **options)
+    width = padded.input_ids.shape[1]
+    positions = torch.tensor([b * width + t for b, row in enumerate(rows) for t in range(len(row) - 1)])
+    targets = padded.input_ids.flatten()[positions + 1]
+    return LogProbWork(padded, positions, targets, torch.full(targets.shape, 1 / 0.7), **options)
 
 
 def plain(model: Path, rows: list[list[int]]) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -41,8 +42,10 @@ def plain(model: Path, rows: list[list[int]]) -> tuple[list[torch.Tensor], torch
     return [torch.cat([h[layer][0] for h in hidden]) for layer in range(len(hidden[0]))], torch.cat(log_probs)
 
 
-def real_tokens(states: torch.Tensor, rows: list[list[int]]) -> torch.Tensor:
-    return torch.cat([states[b, : len(row)] for b, row in enumerate(rows)])
+def feature_work(layers: list[int]) -> FeatureWork:
+    """Every real token."""
+    rows = pad_rows(ROWS)
+    return FeatureWork(rows, layers, rows.flat_positions())
 
 
 def adapter_run(collectives: Collectives, model: Path) -> dict[str, Any]:
@@ -57,14 +60,14 @@ def adapter_run(collectives: Collectives, model: Path) -> dict[str, Any]:
     }
     features, off = [], []
     for step in range(3):
-        features.append(actor.features(FeatureWork(pad_rows(ROWS), [1, 3, 4])))
+        features.append(actor.features(feature_work([1, 3, 4])))
         off.append(actor.frozen_log_probs(log_prob_work(ROWS, use_adapters=False))[0])
         answer["partitioned"] &= all(p.numel() == 0 for p in frozen.values())
         log_probs, _ = actor.log_probs(log_prob_work(ROWS))
         actor.backward(-log_probs.sum() / 30, last=True)
         actor.step(step)
     answer["trained"] = actor.log_probs(log_prob_work(ROWS))[0].detach()
-    answer["features"] = [real_tokens(layer, ROWS) for layer in features[0]]
+    answer["features"] = features[0]
     answer["features_constant"] = all(torch.equal(a, b) for f in features[1:] for a, b in zip(features[0], f, strict=True))
     answer["off_constant"] = all(torch.equal(off[0], later) for later in off[1:])
     answer["off"] = off[0]
@@ -113,11 +116,11 @@ def full_run(collectives: Collectives, model: Path) -> dict[str, Any]:
     engines = make_engines(make_config(model, ebft_feature_layers=[1, 2]), collectives.world_size)
     copy = engines.frozen_copy
     assert copy is not None
-    before = [real_tokens(layer, ROWS) for layer in copy.features(FeatureWork(pad_rows(ROWS), [1, 2]))]
+    before = copy.features(feature_work([1, 2]))
     log_probs, _ = engines.actor.log_probs(log_prob_work(ROWS))
     engines.actor.backward(-log_probs.sum() / 30, last=True)
     engines.actor.step(0)
-    after = [real_tokens(layer, ROWS) for layer in copy.features(FeatureWork(pad_rows(ROWS), [1, 2]))]
+    after = copy.features(feature_work([1, 2]))
     return {
         "features": before,
         "unchanged": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),

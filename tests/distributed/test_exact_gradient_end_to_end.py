@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ebft_ds.collectives import Collectives
-from ebft_ds.features import pool_features
 from ebft_ds.features.scorer import EBFTScorer
 from ebft_ds.monitor.metrics import MetricsAccumulator
 from ebft_ds.policy import group_advantages
@@ -92,8 +91,8 @@ def exact(model: Path) -> Tensor:
     def feature(completion: list[int]) -> Tensor:
         with torch.no_grad():
             states = network(torch.tensor([PROMPT + completion]), output_hidden_states=True).hidden_states
-        start, length = torch.tensor([len(PROMPT)]), torch.tensor([len(completion)])
-        return pool_features([states[k] for k in FEATURE_LAYERS], start, length, "completion_mean")[0]
+        states = torch.cat([states[k][0, len(PROMPT) :].mean(dim=0) for k in FEATURE_LAYERS])
+        return states / states.norm()
 
     outcomes = torch.stack([feature([v]) for v in range(VOCAB)])
     (probabilities(network) @ outcomes - feature(REFERENCE)).square().sum().backward()

@@ -18,8 +18,10 @@ from ebft_ds.features import pool_features
 from ebft_ds.features.eos import feature_span, resolve_feature_eos
 from ebft_ds.features.network import FeatureNetwork
 from ebft_ds.features.scorer import EBFTScorer, Scores
+from ebft_ds.features.spans import TokenRange, feature_spans
 from ebft_ds.monitor.metrics import MetricsAccumulator
 from ebft_ds.packing.padded import PaddedRows
+from ebft_ds.packing.rows import Place, TokenRows
 from ebft_ds.rewards import FeatureRewards, group_feature_rewards
 from ebft_ds.sync.source import full_numel
 from ebft_ds.types import RolloutGroup
@@ -60,9 +62,10 @@ class Watched:
     def device(self) -> torch.device:
         return self.network.device
 
-    def hidden_states(self, rows: PaddedRows, layers: Sequence[int]) -> list[Tensor]:
+    def hidden_states(self, rows: TokenRows, layers: Sequence[int], positions: Tensor) -> list[Tensor]:
+        assert isinstance(rows, PaddedRows)
         self.rows += [ids[mask.bool()].tolist() for ids, mask in zip(rows.input_ids, rows.attention_mask, strict=True)]
-        states = self.network.hidden_states(rows, layers)
+        states = self.network.hidden_states(rows, layers, positions)
         return [s * torch.nan for s in states] if self.broken else states
 
 
@@ -148,8 +151,8 @@ def plain_rewards(model: Path, groups: list[RolloutGroup], method: str, whitenin
             return torch.zeros(1)
         with torch.no_grad():
             states = network(torch.tensor([prompt + completion]), output_hidden_states=True).hidden_states
-        start, length = torch.tensor([span[0]]), torch.tensor([span[1]])
-        return pool_features([states[k] for k in FEATURE_LAYERS], start, length, method, prompt_start=torch.tensor([0]))[0]
+        spans = feature_spans([Place(0, len(prompt), len(prompt), len(completion))], [TokenRange(*span)], method)
+        return pool_features([states[k][0, spans.positions] for k in FEATURE_LAYERS], spans)[0]
 
     references = torch.stack([feature(g.prompt.token_ids, g.prompt.reference_ids) for g in groups])
     completions = torch.stack(

@@ -58,8 +58,7 @@ def log_probs(engines: Engines, ids: list[int]) -> list[float]:
     count, device = len(ids) - 1, engines.actor.device
     work = LogProbWork(
         rows=pad_rows([ids], device=device),
-        rows_index=torch.zeros(count, dtype=torch.int64, device=device),
-        columns=torch.arange(count, device=device),
+        positions=torch.arange(count, device=device),
         targets=torch.tensor(ids[1:], dtype=torch.int64, device=device),
         inverse_temperature=torch.ones(count, device=device),
     )

@@ -15,9 +15,11 @@ from jaxtyping import jaxtyped
 from ebft_ds import features
 from ebft_ds.errors import ConfigError, DataError
 from ebft_ds.features import feature_layer_indices, feature_length, feature_span, resolve_feature_eos
+from ebft_ds.features.spans import TokenRange, feature_spans
+from ebft_ds.packing.rows import Place
 
 pool_hidden_states = jaxtyped(typechecker=beartype)(features.pool_hidden_states)
-pool_features = jaxtyped(typechecker=beartype)(features.pool_features)
+pool_at_spans = jaxtyped(typechecker=beartype)(features.pool_features)
 
 METHODS = ["last_token", "mean_pooling", "completion_mean", "concat"]
 POOLING = json.loads((Path(__file__).parents[1] / "data" / "ebft_vectors.json").read_text())["pooling"]
@@ -25,6 +27,16 @@ POOLING = json.loads((Path(__file__).parents[1] / "data" / "ebft_vectors.json").
 
 def t(*values: int) -> torch.Tensor:
     return torch.tensor(values)
+
+
+def pool_features(
+    layers: list[torch.Tensor], start: torch.Tensor, length: torch.Tensor, method: str, *, prompt_start: torch.Tensor, norm: str = "pooled"
+) -> torch.Tensor:
+    """Features of one [1, T, H] row."""
+    width = layers[0].shape[1]
+    span = TokenRange(int(start), int(length), int(prompt_start))
+    spans = feature_spans([Place(0, width, width, 0)], [span], method)
+    return pool_at_spans([layer[0, spans.positions] for layer in layers], spans, norm=norm)
 
 
 def test_layer_fractions() -> None:
@@ -165,6 +177,28 @@ def test_pooling_refusals() -> None:
     with pytest.raises(DataError, match="row 0"):
         pool_hidden_states(hidden, t(1, 1), t(1, 1), "mean_pooling", prompt_start=t(2, 0))
     with pytest.raises(ConfigError, match="ebft_feature_norm"):
-        pool_features([hidden], t(1, 1), t(1, 1), "last_token", norm="layer")
+        pool_features([hidden], t(1), t(1), "last_token", prompt_start=t(0), norm="layer")
     with pytest.raises(ConfigError, match="at least one feature layer"):
-        pool_features([], t(1, 1), t(1, 1), "last_token")
+        pool_at_spans([], feature_spans([], [], "last_token"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_shared_prompt_gives_the_features_of_separate_rows(method: str) -> None:
+    prompt, branches = 4, [3, 1, 6]
+    states = torch.randn(prompt + sum(branches), 5, dtype=torch.float64)
+    starts = [prompt, prompt + 3, prompt + 4]
+    places = [Place(0, prompt, start, length) for start, length in zip(starts, branches, strict=True)]
+    ranges = [TokenRange(prompt, 3), TokenRange(prompt - 1, 1), TokenRange(prompt, 5)]  # whole, only EOS, without its EOS
+    spans = feature_spans(places, ranges, method)
+    assert len(set(spans.positions.tolist())) == len(spans.positions) or method == "concat", "the prompt is summed once"
+    found = pool_at_spans([states[spans.positions]], spans)
+    for i, (start, length, wanted) in enumerate(zip(starts, branches, ranges, strict=True)):
+        row = torch.cat([states[:prompt], states[start : start + length]])[None]
+        alone = pool_features([row], t(wanted.start), t(wanted.length), method, prompt_start=t(0))
+        torch.testing.assert_close(found[i], alone[0])
+
+
+def test_no_feature_still_asks_for_a_position() -> None:
+    spans = feature_spans([], [], "concat")
+    assert spans.positions.tolist() == [0], "a rank without work runs a dummy forward"
+    assert pool_at_spans([torch.ones(1, 2)], spans).shape == (0, 6)

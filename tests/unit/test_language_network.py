@@ -47,7 +47,7 @@ def test_mode_layers_and_hooks_are_restored_after_a_failing_feature_forward(monk
 
     monkeypatch.setattr(layers[1], "forward", broken)
     with pytest.raises(RuntimeError, match="out of memory"):
-        network(FeatureWork(pad_rows([[1, 2, 3]]), [1, 2]))
+        network(FeatureWork(pad_rows([[1, 2, 3]]), [1, 2], torch.arange(3)))
     assert network.training
     assert len(decoder_layers(network.body)[1]) == 3
     assert not any(layer._forward_hooks for layer in layers)
@@ -56,8 +56,8 @@ def test_mode_layers_and_hooks_are_restored_after_a_failing_feature_forward(monk
 def test_repeated_and_final_layers_are_returned_in_the_order_asked_for() -> None:
     network = LanguageNetwork(small()).eval()
     rows = pad_rows([[1, 2, 3], [4, 5]])
-    deep, first, again = network(FeatureWork(rows, [3, 1, 1]))
+    deep, first, again = network(FeatureWork(rows, [3, 1, 1], torch.tensor([2, 0, 4])))
     assert torch.equal(first, again)
     plain = network.body(rows.input_ids[:1], output_hidden_states=True).hidden_states
-    torch.testing.assert_close(deep[:1], plain[3])
-    torch.testing.assert_close(first[:1], plain[1])
+    torch.testing.assert_close(deep[:2], plain[3][0, [2, 0]])
+    torch.testing.assert_close(first[:2], plain[1][0, [2, 0]])

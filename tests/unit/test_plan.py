@@ -11,7 +11,12 @@ from ebft_ds.packing.plan import Plan, PlannedSequence, plan_micro_batches
 
 LONGEST = 40
 
-sequences_of = st.lists(st.builds(PlannedSequence, group=st.integers(0, 7), length=st.integers(1, LONGEST)), max_size=40)
+
+def planned(group: int, length: int) -> PlannedSequence:
+    return PlannedSequence(group, length // 2, length - length // 2)
+
+
+sequences_of = st.lists(st.builds(planned, st.integers(0, 7), st.integers(1, LONGEST)), max_size=40)
 ranks = st.integers(1, 5)
 budgets = st.none() | st.integers(LONGEST, 4 * LONGEST)
 row_limits = st.none() | st.integers(1, 6)
@@ -76,15 +81,15 @@ def test_no_rank_carries_more_than_the_mean_and_one_unit(sequences: list[Planned
 def test_the_plan_is_a_function_of_its_input(
     sequences: list[PlannedSequence], world_size: int, budget: int | None, limit: int | None
 ) -> None:
-    copies = [PlannedSequence(s.group, s.length) for s in sequences]
+    copies = [PlannedSequence(s.group, s.prompt_length, s.branch_length) for s in sequences]
     first = plan_micro_batches(sequences, world_size, token_budget=budget, max_sequences=limit)
     assert plan_micro_batches(copies, world_size, token_budget=budget, max_sequences=limit) == first
 
 
 @given(ranks)
 def test_one_group_is_spread_over_all_ranks(world_size: int) -> None:
-    plan = plan_micro_batches([PlannedSequence(0, 10)] * (2 * world_size), world_size)
-    assert loads(plan, [PlannedSequence(0, 10)] * (2 * world_size)) == [20] * world_size
+    plan = plan_micro_batches([planned(0, 10)] * (2 * world_size), world_size)
+    assert loads(plan, [planned(0, 10)] * (2 * world_size)) == [20] * world_size
 
 
 @given(ranks)
@@ -94,4 +99,4 @@ def test_nothing_to_do_is_one_empty_micro_batch_on_every_rank(world_size: int) -
 
 def test_a_sequence_over_the_budget_is_refused() -> None:
     with pytest.raises(ConfigError, match="sequence 1 has 9 tokens, over scoring_token_budget=8"):
-        plan_micro_batches([PlannedSequence(0, 8), PlannedSequence(0, 9)], 2, token_budget=8)
+        plan_micro_batches([planned(0, 8), planned(0, 9)], 2, token_budget=8)

@@ -42,7 +42,7 @@ def test_every_trained_token_is_read_before_it_and_returned_to_its_place(sequenc
     if not wanted:
         return
     for i, (b, t) in enumerate(wanted):
-        row, column = int(batch.rows_index[i]), int(batch.columns[i])
+        row, column = divmod(int(batch.positions[i]), batch.rows.input_ids.shape[1])
         assert (row, column) == (b, len(sequences[b].prompt_ids) + t - 1)
         assert int(batch.rows.input_ids[row, column + 1]) == int(batch.targets[i]) == sequences[b].completion_ids[t]
         assert float(batch.inverse_temperature[i]) == (1.0 if sequences[b].is_reference else 2.0)
@@ -73,7 +73,7 @@ def test_inserted_tokens_are_context_and_not_trained() -> None:
     assert batch.mask.tolist() == [[True, True, False, False, True]]
     assert batch.rows.input_ids.tolist() == [[11, 12, 13, 21, 22, 23, 24, 25]]
     assert batch.targets.tolist() == [21, 22, 25]
-    assert batch.columns.tolist() == [2, 3, 6]
+    assert batch.positions.tolist() == [2, 3, 6]
 
 
 def test_truncated_completions_train_nothing_but_stay_rows() -> None:
@@ -104,6 +104,6 @@ def test_nothing_to_train_still_asks_for_one_log_prob() -> None:
         batch = build_micro_batch(sequences, temperature=1.0)
         assert not batch.mask.any()
         assert batch.targets.shape == (1,)
-        assert int(batch.columns[0]) < batch.rows.input_ids.shape[1]
+        assert int(batch.positions[0]) < batch.rows.input_ids.numel()
         values = torch.ones(1, requires_grad=True)
         assert batch.scatter(values).requires_grad
