@@ -30,6 +30,7 @@ class ModelSection(Section):
     trust_remote_code: bool = Field(False, description="Run model code from the checkpoint.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward.")
     gradient_checkpointing_kwargs: dict[str, Any] = Field(default_factory=lambda: {"use_reentrant": False})
+    use_liger_kernel: bool = Field(False, description="Liger's fused norm, MLP and rotary kernels (GPU; package liger-kernel).")
     disable_dropout: bool = Field(True, description="Set every dropout of the base model to 0 (LoRA dropout is `lora_dropout`).")
 
 
@@ -95,7 +96,9 @@ class MethodSection(Section):
     ebft_gt_length_multiplier: PositiveFloat = 1.5
     ebft_adaptive_min_tokens: PositiveInt = Field(64, description="Floor of the adaptive budget (never above max_completion_length).")
     diversity_importance: Literal["none", "sequence"] = "none"
-    scoring_token_budget: PositiveInt = Field(16384, description="Most padded tokens in one feature forward on one rank.")
+    scoring_token_budget: PositiveInt = Field(16384, description="Most tokens in one feature forward on one rank, padding included.")
+    cache_reference_features: bool = Field(True, description="Keep the references' features: the feature network never changes.")
+    reference_cache_mb: PositiveFloat = Field(256.0, description="Most memory of that cache on each rank, in MiB; the oldest go first.")
 
 
 class RolloutSection(Section):
@@ -176,7 +179,10 @@ class LossSection(Section):
     loss_type: Literal["reinforce", "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"] = "dapo"
     epsilon_low: NonNegativeFloat = 0.2
     epsilon_high: NonNegativeFloat = 0.2
-    old_logprobs: Literal["current", "engine"] = "current"
+    old_logprobs: Literal["current", "engine", "recompute"] = "current"
+    num_iterations: PositiveInt = Field(
+        1, description="Optimizer steps on each batch of rollouts; above 1 needs old log-probs of its start."
+    )
     vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"] = "token_truncate"
     vllm_importance_sampling_cap: PositiveFloat = 3.0
     beta: NonNegativeFloat = Field(0.0, description="KL to the reference policy (the frozen base).")
@@ -222,14 +228,27 @@ class OptimSection(Section):
 
 
 class RunSection(Section):
-    """Length of the run, batch, reproducibility, output."""
+    """Length of the run, batch, row layout, reproducibility, output."""
 
     mode: Literal["async"] = Field("async", description="Kind of training.")
     output_dir: str | None = None
     overwrite_output_dir: bool = Field(False, description="Delete another run's files in output_dir.")
     resume_from_checkpoint: str | None = Field(None, description="`auto`, or a checkpoint folder.")
-    per_device_train_batch_size: PositiveInt = Field(8, description="Completions per rank in one micro-batch.")
+    per_device_train_batch_size: PositiveInt = Field(
+        8,
+        description="Completions per rank in one micro-batch; packed micro-batches are cut by `train_token_budget`.",
+    )
     gradient_accumulation_steps: PositiveInt = Field(1, description="Micro-batches per rank in one optimizer step.")
+    packing: Literal["auto", "shared", "unshared", "padded"] = Field(
+        "auto",
+        description="Row layout: a group's prompt once for all its branches, whole sequences in one row, or padded rows. auto: by model.",
+    )
+    packing_attention: Literal["auto", "split", "dense", "flex"] = Field(
+        "auto", description="Attention of packed rows; auto: flex on a GPU, on a CPU dense for short rows and split for longer ones."
+    )
+    train_token_budget: PositiveInt | None = Field(
+        None, description="Most tokens in one policy micro-batch on one rank; default per_device_train_batch_size x max_seq_length."
+    )
     max_steps: int = Field(-1, ge=-1, description="Optimizer steps; -1: from num_train_epochs.")
     num_train_epochs: PositiveFloat = Field(1.0, description="Passes over the prompts, when max_steps is -1.")
     seed: int = 42
