@@ -127,7 +127,7 @@ def zero_engine(model: Path, dtype: str, offload: bool) -> str:
     from ebft_ds.engine.build import init_distributed
     from ebft_ds.engine.network import FeatureWork, LogProbWork
     from ebft_ds.packing.padded import pad_rows
-    from ebft_ds.trainers.assembly import build_engines
+    from ebft_ds.trainers.engines import build_engines
 
     init_distributed(120.0)
     assert dist.get_backend() == "nccl"

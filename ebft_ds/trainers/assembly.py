@@ -14,25 +14,20 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ebft_ds.checkpoint.state import CheckpointStore
 from ebft_ds.collectives import Collectives
 from ebft_ds.config import AsyncEBFTConfig
-from ebft_ds.config.deepspeed import build_deepspeed_config
 from ebft_ds.config.derived import DerivedNumbers
 from ebft_ds.data.chat import stop_token_ids
 from ebft_ds.data.preflight import Preflight
 from ebft_ds.data.requests import rollout_request, sampling_spec
 from ebft_ds.data.split import TrainAndEval, eval_prompts
 from ebft_ds.data.stream import PromptStream
-from ebft_ds.engine.build import ZeroEngine, accelerator_count
-from ebft_ds.engine.feature_network import EngineFeatureNetwork
-from ebft_ds.engine.loading import load_actor, load_frozen_copy
-from ebft_ds.engine.optimizer import build_optimizer, parameter_groups
-from ebft_ds.engine.schedule import learning_rate_factor
+from ebft_ds.engine.build import accelerator_count
 from ebft_ds.errors import ConfigError
-from ebft_ds.features.layers import feature_layer_indices
 from ebft_ds.features.scorer import EBFTScorer
 from ebft_ds.rollout.client import RolloutClient
 from ebft_ds.rollout.feed import RolloutFeed
 from ebft_ds.rollout.spec import RolloutProcessSpec
 from ebft_ds.sync.push import WeightSync
+from ebft_ds.trainers.engines import Engines, build_engines
 from ebft_ds.trainers.evaluation import HeldOutEvaluation
 from ebft_ds.trainers.policy_step import PolicyStep
 from ebft_ds.trainers.rollout_desk import RolloutDesk
@@ -45,22 +40,6 @@ logger = logging.getLogger(__name__)
 
 EVAL_SEED_OFFSET = 1_000_003
 """Evaluation completions are drawn from other random streams than training ones."""
-
-
-@dataclass(frozen=True)
-class Engines:
-    """The actor, and where features and the KL reference come from."""
-
-    actor: ZeroEngine
-    frozen_copy: ZeroEngine | None
-    """None: the actor with its adapters off gives the features."""
-    layer_indices: list[int]
-    kl_reference: ZeroEngine | None = None
-    """None: the actor with its adapters off (or no KL term)."""
-
-    @property
-    def feature_network(self) -> EngineFeatureNetwork:
-        return EngineFeatureNetwork(self.frozen_copy or self.actor)
 
 
 @dataclass(frozen=True)
@@ -99,37 +78,6 @@ def load_generation_config(config: AsyncEBFTConfig) -> GenerationConfig | None:
     except OSError:
         return None
     return found
-
-
-def build_engines(
-    config: AsyncEBFTConfig,
-    derived: DerivedNumbers,
-    *,
-    hidden_size: int | None,
-    num_layers: int,
-    peft_config: PeftConfig | None,
-    optimizer: torch.optim.Optimizer | None,
-) -> Engines:
-    """The actor's engine with its optimizer, and a frozen copy where one is needed."""
-    layer_indices = feature_layer_indices(config.method.ebft_feature_layers, num_layers)
-    actor_config = build_deepspeed_config(config, derived, "actor", hidden_size)
-    network = load_actor(config.model, config.peft, actor_config, chunk_size=config.loss.logprob_chunk_size, peft_config=peft_config)
-    if optimizer is None:
-        offloaded = "offload_optimizer" in actor_config["zero_optimization"]
-        groups = parameter_groups(network.named_parameters(), config.optim)
-        logger.info("parameter groups: %s", ", ".join(f"{g['name']} ({len(g['params'])} tensors, lr {g['lr']:g})" for g in groups))
-        optimizer = build_optimizer(groups, config.optim, offloaded=offloaded)
-    factor = learning_rate_factor(config.optim, config.loss, derived.steps or config.run.max_steps)
-    actor = ZeroEngine(network, actor_config, optimizer=optimizer, learning_rate_factor=factor)
-    if config.peft.use_peft and config.model.feature_model_name_or_path is None:
-        return Engines(actor, None, layer_indices)
-    copy_config = build_deepspeed_config(config, derived, "feature", hidden_size)
-    # Full fine-tuning has no adapters to switch off: the copy then is the KL reference as well, and needs its upper layers and head.
-    whole = config.loss.beta > 0 and not config.peft.use_peft
-    if whole and config.model.feature_model_name_or_path not in (None, config.model.model_name_or_path):
-        raise ConfigError("beta > 0 in full fine-tuning takes the KL reference from the frozen copy: leave out feature_model_name_or_path")
-    copy = ZeroEngine(load_frozen_copy(config.model, copy_config, deepest_layer=max(layer_indices), whole=whole), copy_config)
-    return Engines(actor, copy, layer_indices, copy if whole else None)
 
 
 def build_scorer(config: AsyncEBFTConfig, engines: Engines, eos_ids: list[int], collectives: Collectives) -> EBFTScorer:

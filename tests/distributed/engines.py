@@ -11,7 +11,7 @@ from ebft_ds.collectives import Collectives
 from ebft_ds.config import AsyncEBFTConfig
 from ebft_ds.config.derived import derive
 from ebft_ds.engine.loading import lora_config
-from ebft_ds.trainers.assembly import Engines, build_engines
+from ebft_ds.trainers.engines import Engines, build_engines
 from ebft_ds.trainers.policy_step import PolicyStep
 from ebft_ds.types import Prompt, Rollout, RolloutGroup, TokenSpan
 

@@ -27,7 +27,7 @@ from ebft_ds.engine.network import LogProbWork
 from ebft_ds.errors import EbftError
 from ebft_ds.monitor.metrics import MetricsAccumulator
 from ebft_ds.packing.padded import pad_rows
-from ebft_ds.trainers.assembly import Engines
+from ebft_ds.trainers.engines import Engines
 from tests.distributed.engines import make_config, make_engines, make_group, make_policy, random_adapter
 from tests.distributed.ranks import RankAnswers, run_ranks
 from tests.distributed.small import LAYERS, small_model, token_rows

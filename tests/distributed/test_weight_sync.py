@@ -20,7 +20,7 @@ from ebft_ds.rollout.spec import RolloutProcessSpec
 from ebft_ds.sync.push import SyncOptions, WeightSync
 from ebft_ds.sync.source import MergedWeightSource
 from ebft_ds.sync.transports.embedded import EmbeddedTransport
-from ebft_ds.trainers.assembly import Engines
+from ebft_ds.trainers.engines import Engines
 from tests.distributed.engines import make_config, make_engines, make_group, make_policy, random_adapter
 from tests.distributed.ranks import run_ranks
 from tests.distributed.small import LAYERS, small_model, token_rows

@@ -30,7 +30,7 @@ from ebft_ds.sync.transports.adapter import AdapterTransport
 from ebft_ds.sync.transports.disk import DiskTransport
 from ebft_ds.sync.transports.gloo import GlooTransport
 from ebft_ds.sync.transports.run_folder import RunFolder
-from ebft_ds.trainers.assembly import Engines
+from ebft_ds.trainers.engines import Engines
 from ebft_ds.trainers.rollout_servers import adapter_settings
 from tests.distributed.engines import make_config, make_engines, make_group, make_policy, random_adapter
 from tests.distributed.ranks import run_ranks
