@@ -1,0 +1,51 @@
+"""Packed attention in one call with a mask [T, T]: the fewest calls, for short rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ebft_ds.packing.attention.scores import capped_attention
+from ebft_ds.packing.packed import PackedLayout
+
+
+def visible(layout: PackedLayout, sliding_window: int | None, device: torch.device) -> Tensor:
+    """bool [T, T], true where the query (row) sees the key (column)."""
+    group, branch = (ids.to(device) for ids in layout.segments())
+    position = layout.position_ids().to(device)
+    token = torch.arange(layout.length, device=device)
+    seen = (token[:, None] >= token) & (group[:, None] == group) & ((branch == 0) | (branch[:, None] == branch))
+    if sliding_window is not None:
+        seen &= position[:, None] - position < sliding_window
+    return seen
+
+
+class DenseAttention:
+    """See `PackedAttention`. One mask a window size, made once a row and kept for every block."""
+
+    def __init__(self, layout: PackedLayout) -> None:
+        self.layout = layout
+        self._masks: dict[tuple[int | None, torch.device], Tensor] = {}
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        dropout: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        index = (sliding_window, query.device)
+        if index not in self._masks:
+            self._masks[index] = visible(self.layout, sliding_window, query.device)[None, None]
+        mask = self._masks[index]
+        if softcap is not None:
+            output = capped_attention(query, key, value, mask, scaling=scaling, dropout=dropout, softcap=softcap)
+        else:
+            gqa = query.shape[1] != key.shape[1]
+            output = scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=gqa)
+        return output.transpose(1, 2)

@@ -1,0 +1,128 @@
+"""How the attention of a packed row reaches a model's layers: a function in transformers' attention registry.
+
+The model's implementation becomes `ebft_sdpa` or `ebft_eager`. With a packed row among its arguments the function calls the row's
+attention; without one it hands over to what the model had, unchanged, masks included.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ebft_ds.errors import ModelError
+from ebft_ds.packing.attention.scores import capped_attention
+from ebft_ds.packing.packed import PackedRow
+from ebft_ds.packing.support import packing_support
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "ebft_"
+# What a layer may pass that changes its result and that no packed attention computes.
+NOT_HONOURED = ("s_aux", "position_bias", "cache", "output_attentions", "block_indices", "indices", "head_mask")
+
+AttentionOutput = tuple[Tensor, Tensor | None]
+
+
+def install_packed_attention(model: PreTrainedModel) -> None:
+    """Makes the model's attention layers take packed rows. Padded rows give the same bits as before.
+
+    Before PEFT and DeepSpeed see the model. Does nothing to a model that `packing_support` does not give shared rows, and nothing the
+    second time.
+
+    Raises:
+        ModelError: the model should support it and refuses it.
+    """
+    if packing_support(model.config).style == "padded" or model.config._attn_implementation not in ("sdpa", "eager"):
+        return
+    wanted = {"": _register(model.config._attn_implementation)}
+    for name in model.config.sub_configs:
+        sub_config = getattr(model.config, name)
+        if isinstance(sub_config, PretrainedConfig) and sub_config._attn_implementation is not None:
+            wanted[name] = _register(sub_config._attn_implementation)
+    model.set_attn_implementation(wanted)
+    if model.config.get_text_config()._attn_implementation not in wanted.values():
+        raise ModelError(f"{type(model).__name__} does not take another attention. Set packing: padded")
+
+
+def _register(base: str) -> str:
+    """Registers the implementation around `base`, and returns its name."""
+    if base.startswith(PREFIX):
+        return base
+    name = PREFIX + base
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, _attention_function(base))
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    return name
+
+
+def _attention_function(base: str) -> Callable[..., AttentionOutput]:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> AttentionOutput:
+        row = kwargs.pop("packed_row", None)
+        if row is not None:
+            return _packed(row, module, query, key, value, kwargs), None
+        if base == "sdpa" and kwargs.get("softcap") is not None:
+            return _capped(module, query, key, value, attention_mask, kwargs), None
+        return _base_function(base, module)(module, query, key, value, attention_mask, **kwargs)
+
+    return attention
+
+
+def _base_function(base: str, module: nn.Module) -> Callable[..., AttentionOutput]:
+    """The registered function, or, for eager, the model's own, which every model file defines for itself."""
+    if base != "eager":
+        found: Callable[..., AttentionOutput] = ALL_ATTENTION_FUNCTIONS[base]
+        return found
+    for cls in type(module).__mro__:
+        own = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if own is not None:
+            function: Callable[..., AttentionOutput] = own
+            return function
+    raise ModelError(f"{type(module).__name__} has no eager attention of its own: set attn_implementation: sdpa")
+
+
+def _packed(row: PackedRow, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    for name in NOT_HONOURED:
+        if kwargs.get(name) not in (None, False):
+            raise ModelError(
+                f"{type(module).__name__} passes {name} to its attention, which packed rows do not honour. Set packing: padded"
+            )
+    if not _causal(module, kwargs):
+        raise ModelError(f"{type(module).__name__} is not causal, packed rows are. Set packing: padded")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    output = row.attention(
+        query,
+        key,
+        value,
+        scaling=kwargs.get("scaling"),
+        dropout=kwargs.get("dropout", 0.0),
+        sliding_window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+    )
+    row.served.add(layer)
+    return output
+
+
+def _causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    given = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if given is None else given)
+
+
+def _capped(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
+    """Padded rows of a model with a soft cap on sdpa, which transformers' own function ignores without a word."""
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None and queries > 1 and _causal(module, kwargs):
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
+    output = capped_attention(
+        query, key, value, mask, scaling=kwargs.get("scaling"), dropout=kwargs.get("dropout", 0.0), softcap=kwargs["softcap"]
+    )
+    return output.transpose(1, 2).contiguous()
