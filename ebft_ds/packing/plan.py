@@ -1,21 +1,35 @@
 """Which rank forwards which sequence in which micro-batch. Pure and deterministic; every rank computes the same plan.
 
-ZeRO-3 forwards are collectives: every rank must run the same number of them. So a plan gives every rank the same number of
-micro-batches; a rank with less work gets empty ones, for which the caller runs a dummy forward of zero weight.
+ZeRO-3 forwards are collectives: every rank must run the same number of them, and all wait for the slowest in each. So a plan gives
+every rank the same number of micro-batches, costliest first, so that like costs meet; a rank with less work gets empty ones, for
+which the caller runs a dummy forward of zero weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+import numpy as np
 
 from ebft_ds.errors import ConfigError
+from ebft_ds.packing.cost import UNITS_PER_TOKEN, Counts, TokenCost
+from ebft_ds.packing.plan_bins import pack
+from ebft_ds.packing.plan_groups import Chunk, GroupTable, group_table
+from ebft_ds.packing.plan_padded import padded_batches
+from ebft_ds.packing.plan_ranks import assign_to_ranks
 from ebft_ds.packing.rows import RowStyle
 
+BudgetName = Literal["scoring_token_budget", "train_token_budget"]
 
-@dataclass(frozen=True)
-class PlannedSequence:
-    """One sequence to forward. `group` ties sequences of one prompt, which should stay on one rank. Lengths in tokens."""
+
+class PlannedSequence(msgspec.Struct, frozen=True, gc=False):
+    """One sequence to forward. `group` ties sequences of one prompt, which should stay on one rank. Lengths in tokens.
+
+    A struct, not a dataclass: a step may hold a million, and these are made four times as fast.
+    """
 
     group: int
     prompt_length: int
@@ -31,14 +45,35 @@ class Plan:
     """`ranks[r][m]` lists the indices (into the planned sequences) of rank r's micro-batch m; equally many m for all r."""
 
     ranks: list[list[list[int]]]
+    tokens: int = 0
+    """Of all forwards: shared prompts once a micro-batch, padding included. Dummies are not counted."""
+    unshared_tokens: int = 0
+    """Of all sequences, each with its own prompt and without padding."""
+    costs: list[list[float]] = field(default_factory=list)
+    """Estimated cost of `ranks[r][m]`, in tokens."""
 
     @property
     def micro_batches(self) -> int:
         return len(self.ranks[0])
 
+    @property
+    def imbalance(self) -> float:
+        """Largest cost of a rank over the mean, less 1."""
+        loads = [sum(costs) for costs in self.costs]
+        return max(loads, default=0.0) * len(loads) / sum(loads) - 1.0 if sum(loads) else 0.0
+
+    @property
+    def lockstep_cost(self) -> float:
+        """What the step takes when all ranks wait for each other in each micro-batch: the sum of the largest costs over ranks."""
+        return sum(max(costs) for costs in zip(*self.costs, strict=True))
+
     def owner_of(self) -> dict[int, int]:
         """Sequence index -> rank."""
-        return {i: r for r, batches in enumerate(self.ranks) for batch in batches for i in batch}
+        owners: dict[int, int] = {}
+        for rank, batches in enumerate(self.ranks):
+            for batch in batches:
+                owners.update(dict.fromkeys(batch, rank))
+        return owners
 
 
 def plan_micro_batches(
@@ -48,58 +83,96 @@ def plan_micro_batches(
     style: RowStyle = "padded",
     token_budget: int | None = None,
     max_sequences: int | None = None,
+    cost: TokenCost = TokenCost(),
+    budget_name: BudgetName = "scoring_token_budget",
+    oversize: Literal["refuse", "alone"] = "refuse",
 ) -> Plan:
-    """Balances tokens over ranks, keeps groups whole where it can, and cuts each rank's share into micro-batches.
+    """Few micro-batches within the budget, like costs on all ranks, groups whole on a rank and in a micro-batch where they fit.
 
-    Groups go, longest first, to the least loaded rank. A group is split when there are fewer groups than ranks, or when it
-    alone holds more than a rank's fair share and a half. A micro-batch holds at most `token_budget` tokens as padded (rows x
-    longest row) and at most `max_sequences` rows; a single sequence over the token budget is an error. Without any sequence
-    every rank gets one empty micro-batch: an optimizer step must follow a backward, even when nothing is left to train.
+    A group over the budget is cut into as few chunks as possible, all on one rank. Groups are split over ranks only where that
+    lowers the largest rank load (padded rows: by a fixed rule, see `padded_batches`). In shared rows every chunk repeats the
+    prompt, and sequences of one group are neighbours in their micro-batch. Without any sequence every rank gets one empty
+    micro-batch: an optimizer step must follow a backward, even when nothing is left to train.
+
+    Args:
+        style: what a micro-batch's tokens are: `shared` prompts once, `unshared` lengths summed, `padded` rows x longest row.
+        token_budget: most tokens in a micro-batch of one rank.
+        max_sequences: most rows in a micro-batch; packed ones have one row, so it holds for `padded` only.
+        budget_name: the setting that an error names.
+        oversize: what becomes of a single sequence over the budget; `alone`: a micro-batch of its own.
+
+    Raises:
+        ConfigError: a sequence over the budget, unless `oversize` is `alone`.
     """
-    for i, sequence in enumerate(sequences):
-        if token_budget is not None and sequence.length > token_budget:
-            raise ConfigError(f"sequence {i} has {sequence.length} tokens, over scoring_token_budget={token_budget}: raise the budget")
-    shares: list[list[int]] = [[] for _ in range(world_size)]
-    loads = [0] * world_size
-    for unit in _units(sequences, world_size):
-        target = min(range(world_size), key=lambda r: (loads[r], r))
-        shares[target].extend(unit)
-        loads[target] += sum(sequences[i].length for i in unit)
-    cut = [_cut(sorted(share), sequences, token_budget, max_sequences) for share in shares]
-    count = max(1, *(len(batches) for batches in cut))
-    return Plan([batches + [[] for _ in range(count - len(batches))] for batches in cut])
+    if not sequences:
+        return Plan([[[]] for _ in range(world_size)], costs=[[0.0] for _ in range(world_size)])
+    count = len(sequences)
+    groups = np.fromiter((s.group for s in sequences), np.int64, count)
+    prompts = np.fromiter((s.prompt_length for s in sequences), np.int64, count)
+    branches = np.fromiter((s.branch_length for s in sequences), np.int64, count)
+    if token_budget is not None and oversize == "refuse":
+        _check_lengths(prompts, branches, token_budget, budget_name)
+    table = group_table(groups, prompts, branches, style=style, cost=cost)
+    unshared = int(prompts.sum() + branches.sum())
+    if style == "padded":
+        batches = padded_batches(table, world_size, token_budget=token_budget, max_sequences=max_sequences)
+        return _padded_plan(batches, table, unshared)
+    shares = assign_to_ranks(table, world_size, token_budget)
+    return _packed_plan(_micro_batches(shares, token_budget), table, unshared)
 
 
-def _units(sequences: Sequence[PlannedSequence], world_size: int) -> list[list[int]]:
-    """What is placed at once: whole groups, or single sequences of groups that must be split. Longest first."""
-    groups: dict[int, list[int]] = {}
-    for i, sequence in enumerate(sequences):
-        groups.setdefault(sequence.group, []).append(i)
-    total = sum(s.length for s in sequences)
-    split_all = len(groups) < world_size
-    units: list[list[int]] = []
-    for members in groups.values():
-        tokens = sum(sequences[i].length for i in members)
-        if split_all or tokens * world_size > 1.5 * total:
-            units.extend([i] for i in members)
-        else:
-            units.append(members)
-    return sorted(units, key=lambda unit: (-sum(sequences[i].length for i in unit), unit[0]))
+def _check_lengths(prompts: Counts, branches: Counts, token_budget: int, budget_name: str) -> None:
+    over = np.flatnonzero(prompts + branches > token_budget)
+    if len(over):
+        i = int(over[0])
+        raise ConfigError(
+            f"sequence {i} has {prompts[i] + branches[i]} tokens, over {budget_name}={token_budget} (prompt {prompts[i]}, then "
+            f"{branches[i]}; {len(over)} of {len(prompts)} sequences are over it): set {budget_name} to at least "
+            f"{(prompts + branches).max()}, or lower max_seq_length"
+        )
 
 
-def _cut(share: list[int], sequences: Sequence[PlannedSequence], token_budget: int | None, max_sequences: int | None) -> list[list[int]]:
-    """First fit over sequences by falling length, so that rows of like length share a micro-batch and padding stays small."""
-    batches: list[list[int]] = []
-    widths: list[int] = []
-    for i in sorted(share, key=lambda i: (-sequences[i].length, i)):
-        length = sequences[i].length
-        for b, batch in enumerate(batches):
-            fits_rows = max_sequences is None or len(batch) < max_sequences
-            fits_tokens = token_budget is None or (len(batch) + 1) * max(widths[b], length) <= token_budget
-            if fits_rows and fits_tokens:
-                batch.append(i)
-                break
-        else:
-            batches.append([i])
-            widths.append(length)
-    return batches
+def _micro_batches(shares: list[list[Chunk]], token_budget: int | None) -> list[list[list[Chunk]]]:
+    """Each rank's chunks in equally many micro-batches of like cost, as many as the rank that needs the most."""
+    if token_budget is None:
+        return [[share] for share in shares]
+    packed = [_pack(share, token_budget, 1) for share in shares]
+    count = max(map(len, packed))
+    return [_widened(bins, share, token_budget, count) for bins, share in zip(packed, shares, strict=True)]
+
+
+def _widened(bins: list[list[Chunk]], share: list[Chunk], token_budget: int, count: int) -> list[list[Chunk]]:
+    """The share in `count` micro-batches, at least as many as it has: of like cost if that goes, otherwise the same and empty ones."""
+    if len(bins) == count:
+        return bins
+    wider = _pack(share, token_budget, count)
+    return wider if len(wider) == count else bins + [[] for _ in range(count - len(bins))]
+
+
+def _pack(chunks: list[Chunk], token_budget: int, at_least: int) -> list[list[Chunk]]:
+    bins = pack([c.cost for c in chunks], [c.tokens for c in chunks], token_budget, at_least=at_least)
+    return [[chunks[i] for i in bin_] for bin_ in bins]
+
+
+def _packed_plan(batches: list[list[list[Chunk]]], table: GroupTable, unshared_tokens: int) -> Plan:
+    """Costliest micro-batch first on every rank."""
+    ranks: list[list[list[int]]] = []
+    all_costs: list[list[float]] = []
+    tokens = 0
+    for share in batches:
+        merged = [table.merged(chunks) if len(chunks) > 1 else chunks for chunks in share]
+        costed = sorted(((sum(c.cost for c in chunks), chunks) for chunks in merged), key=lambda entry: -entry[0])
+        ranks.append([[i for chunk in chunks for i in chunk.members] for _, chunks in costed])
+        all_costs.append([cost / UNITS_PER_TOKEN for cost, _ in costed])
+        tokens += sum(chunk.tokens for _, chunks in costed for chunk in chunks)
+    return Plan(ranks, tokens, unshared_tokens, all_costs)
+
+
+def _padded_plan(batches: list[list[list[int]]], table: GroupTable, unshared_tokens: int) -> Plan:
+    count = max(1, *map(len, batches))
+    ranks = [share + [[] for _ in range(count - len(share))] for share in batches]
+    tokens, costs = table.own_tokens, table.own_costs
+    # Widest first, and a padded row costs what the widest one does.
+    padded = sum(len(batch) * int(tokens[batch[0]]) for share in batches for batch in share)
+    all_costs = [[len(batch) * int(costs[batch[0]]) / UNITS_PER_TOKEN if batch else 0.0 for batch in share] for share in ranks]
+    return Plan(ranks, padded, unshared_tokens, all_costs)
