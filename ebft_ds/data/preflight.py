@@ -56,10 +56,11 @@ def run_preflight(
         config.data, config.rollout, tokenizer, seed=config.run.seed, train_source=train_source, eval_source=eval_source
     )
     derived = derive(config, world_size, rows=len(data.train))
+    notes = _row_notes(config)
     build_deepspeed_config(config, derived, "actor", facts.hidden_size or None)
     if not config.peft.use_peft or config.model.feature_model_name_or_path:
         build_deepspeed_config(config, derived, "feature", facts.hidden_size or None)
-    return Preflight(facts, tokenizer, data, derived, report.notes + _data_notes(config, data, derived))
+    return Preflight(facts, tokenizer, data, derived, report.notes + notes + _data_notes(config, data, derived))
 
 
 def load_model_facts(config: AsyncEBFTConfig) -> ModelFacts:
@@ -106,6 +107,23 @@ def _load_tokenizer(name: str, revision: str | None, trust_remote_code: bool) ->
         hint = "it needs tokenizer.json or its vocabulary files" if Path(name).is_dir() else "is the name right?"
         raise ModelError(f"the tokenizer of {name} cannot be loaded ({hint}): {_first_line(error)}") from None
     return tokenizer
+
+
+def _row_notes(config: AsyncEBFTConfig) -> list[str]:
+    """How rows will be laid out. Errors: ConfigError for a `packing` that the model does not support."""
+    from transformers import AutoConfig
+
+    from ebft_ds.packing.style import choose_row_style
+
+    notes: list[str] = []
+    for name in dict.fromkeys([config.model.model_name_or_path, config.model.feature_model_name_or_path]):
+        if name is None:
+            continue
+        revision = config.model.model_revision if name == config.model.model_name_or_path else None
+        loaded = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=config.model.trust_remote_code)
+        choice = choose_row_style(config.run.packing, loaded, config.model.attn_implementation)
+        notes.append(f"rows of {name}: {choice.style}" + (f" ({choice.reason})" if choice.reason else ""))
+    return notes
 
 
 def _data_notes(config: AsyncEBFTConfig, data: TrainAndEval, derived: DerivedNumbers) -> list[str]:

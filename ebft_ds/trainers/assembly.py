@@ -107,6 +107,7 @@ def _scorer(
         eos_ids=eos_ids,
         whitening_rtol=method.ebft_whitening_rtol,
         token_budget=method.scoring_token_budget,
+        packer=engines.feature_packer,
         collectives=collectives,
     )
 
@@ -229,6 +230,7 @@ def _build_beside(
         run=config.run,
         temperature=sampling.temperature,
         check_stop=desk.check_stop,
+        packer=engines.packer,
     )
     return RunParts(
         collectives=collectives,

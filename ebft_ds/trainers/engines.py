@@ -14,10 +14,14 @@ from ebft_ds.config.derived import DerivedNumbers
 from ebft_ds.engine.build import ZeroEngine
 from ebft_ds.engine.feature_network import EngineFeatureNetwork
 from ebft_ds.engine.loading import load_actor, load_frozen_copy
+from ebft_ds.engine.network import LanguageNetwork
 from ebft_ds.engine.optimizer import build_optimizer, parameter_groups
 from ebft_ds.engine.schedule import learning_rate_factor
 from ebft_ds.errors import ConfigError
 from ebft_ds.features.layers import feature_layer_indices
+from ebft_ds.packing.attention import packed_attention
+from ebft_ds.packing.packer import RowPacker
+from ebft_ds.packing.style import choose_row_style
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,10 @@ class Engines:
     frozen_copy: ZeroEngine | None
     """None: the actor with its adapters off gives the features."""
     layer_indices: list[int]
+    packer: RowPacker
+    """Rows of the actor."""
+    feature_packer: RowPacker
+    """Rows of the feature network."""
     kl_reference: ZeroEngine | None = None
     """None: the actor with its adapters off (or no KL term)."""
 
@@ -58,12 +66,27 @@ def build_engines(
         optimizer = build_optimizer(groups, config.optim, offloaded=offloaded)
     factor = learning_rate_factor(config.optim, config.loss, derived.steps or config.run.max_steps)
     actor = ZeroEngine(network, actor_config, optimizer=optimizer, learning_rate_factor=factor)
+    packer = row_packer(config, network, actor.device, "policy")
     if config.peft.use_peft and config.model.feature_model_name_or_path is None:
-        return Engines(actor, None, layer_indices)
+        return Engines(actor, None, layer_indices, packer, packer)
     copy_config = build_deepspeed_config(config, derived, "feature", hidden_size)
     # Full fine-tuning has no adapters to switch off: the copy then is the KL reference as well, and needs its upper layers and head.
     whole = config.loss.beta > 0 and not config.peft.use_peft
     if whole and config.model.feature_model_name_or_path not in (None, config.model.model_name_or_path):
         raise ConfigError("beta > 0 in full fine-tuning takes the KL reference from the frozen copy: leave out feature_model_name_or_path")
     copy = ZeroEngine(load_frozen_copy(config.model, copy_config, deepest_layer=max(layer_indices), whole=whole), copy_config)
-    return Engines(actor, copy, layer_indices, copy if whole else None)
+    feature_packer = row_packer(config, copy.network, copy.device, "features")
+    return Engines(actor, copy, layer_indices, packer, feature_packer, copy if whole else None)
+
+
+def row_packer(config: AsyncEBFTConfig, network: LanguageNetwork, device: torch.device, what: str) -> RowPacker:
+    """The layout that the recipe asks for, or that the model allows; one line in the log says which, and why it is not shared.
+
+    Raises:
+        ConfigError: an explicit `packing` that this model does not support.
+    """
+    choice = choose_row_style(config.run.packing, network.base_model.config, config.model.attn_implementation)
+    logger.info("%s: %s rows%s", what, choice.style, f" ({choice.reason})" if choice.reason else "")
+    if choice.style == "padded":
+        return RowPacker()
+    return RowPacker(choice.style, packed_attention(config.run.packing_attention, device=device))
