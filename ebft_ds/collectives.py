@@ -92,21 +92,16 @@ class Collectives:
         dist.all_gather(buffers, padded, group=self.group)
         return [msgspec.msgpack.decode(b[: int(s.item())].numpy().tobytes()) for b, s in zip(buffers, sizes, strict=True)]
 
-    def all_gather_rows(self, rows: Tensor) -> Tensor:
-        """Concatenation over ranks of [k_r, D] tensors (k_r may differ, D may not), on the CPU in float32: [sum k_r, D]."""
-        rows = rows.detach().to("cpu", torch.float32).contiguous()
+    def exchange_rows(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+        """Rows from rank to rank, and to no other: the float32 CPU rows [sum of send_counts, D] are ordered by destination, and those
+        that arrive, [sum of receive_counts, D], by source. Counts by rank; both sides know them."""
         if self.world_size == 1:
             return rows
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(counts, torch.tensor([rows.shape[0]], dtype=torch.int64), group=self.group)
-        longest = max(int(c.item()) for c in counts)
-        if longest == 0:
-            return rows
-        padded = torch.zeros(longest, rows.shape[1])
-        padded[: rows.shape[0]] = rows
-        buffers = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(buffers, padded, group=self.group)
-        return torch.cat([b[: int(c.item())] for b, c in zip(buffers, counts, strict=True)])
+        arrived = torch.empty(sum(receive_counts), rows.shape[1])
+        dist.all_to_all_single(
+            arrived, rows.contiguous(), output_split_sizes=receive_counts, input_split_sizes=send_counts, group=self.group
+        )
+        return arrived
 
     def barrier(self) -> None:
         if self.world_size > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,10 @@ from torch import Tensor
 
 from ebft_ds.engine.build import ZeroEngine
 from ebft_ds.engine.network import FeatureWork
+from ebft_ds.packing.padded import pad_rows
 from ebft_ds.packing.rows import TokenRows
+
+PROBE_TOKENS = 64
 
 
 class EngineFeatureNetwork:
@@ -24,3 +28,15 @@ class EngineFeatureNetwork:
 
     def hidden_states(self, rows: TokenRows, layers: Sequence[int], positions: Tensor) -> list[Tensor]:
         return self._engine.features(FeatureWork(rows, layers, positions, use_adapters=False))
+
+    def identity(self, layers: Sequence[int]) -> str:
+        """Digest of the states of one fixed sequence, bit for bit: weights, dtype and kernels all show in them, wherever ZeRO-3 keeps
+        the weights. A model that was replaced in its folder is another one."""
+        vocabulary = self._engine.network.base_model.config.get_text_config().vocab_size
+        ids = [7919 * (i + 1) % vocabulary for i in range(PROBE_TOKENS)]
+        states = self.hidden_states(pad_rows([ids], device=self.device), layers, torch.arange(PROBE_TOKENS, device=self.device))
+        digest = hashlib.blake2b(digest_size=16)
+        for layer in states:
+            digest.update(str(layer.dtype).encode())
+            digest.update(layer.cpu().contiguous().view(torch.uint8).numpy())
+        return digest.hexdigest()

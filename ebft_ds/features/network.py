@@ -21,3 +21,8 @@ class FeatureNetwork(Protocol):
         """At flat `positions` (int64 [N]) of the rows, one [N, H] tensor per layer index (k = output of block k, L = after the final
         norm), without gradient, in eval mode."""
         ...
+
+    def identity(self, layers: Sequence[int]) -> str:
+        """What tells this network's states at `layers` from another network's, whatever the files are called. Collective; needed only
+        where features are kept."""
+        ...
