@@ -1,7 +1,10 @@
 """Benchmarks: python tools/bench.py NAME [--model DIR] [--dtype float32] [--rounds N] [--json FILE] ...
 
-    sync     seconds, bytes and memory of reading merged weights out of ZeRO-3 shards
-    overlap  step time of the asynchronous run against the synchronous one, over an engine of a chosen speed
+    scoring   features and rewards of groups, against padded rows through all layers
+    policy    forward and backward with LoRA, against padded rows with full logits
+    logprobs  the log-prob head alone, against full logits
+    sync      seconds, bytes and memory of reading merged weights out of ZeRO-3 shards
+    overlap   step time of the asynchronous run against the synchronous one, over an engine of a chosen speed
 
 Every benchmark runs its variants in turns and compares medians. Without --model a tiny random one is made.
 """
@@ -18,7 +21,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a script: the repository's root is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-BENCHMARKS = ("sync", "overlap")
+BENCHMARKS = ("scoring", "policy", "logprobs", "sync", "overlap")
 """Modules of tools.benchmarks; each has add_arguments(parser) and run(model, options) -> Report | None (no report on this rank)."""
 
 

@@ -54,6 +54,6 @@ def show(report: Report, json_file: Path | None) -> None:
         values = (f"{found[q]:.4g}" if q in found else "-" for q in quantities)
         print(name.ljust(width), *(value.rjust(max(12, len(q))) for q, value in zip(quantities, values, strict=True)))
     for name, value in report.ratios.items():
-        print(f"{name}: {value:.3f}")
+        print(f"{name}: {value:.4g}")
     if json_file is not None:
         json_file.write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
