@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
@@ -16,8 +17,9 @@ import numpy as np
 
 from ebft_ds.errors import ConfigError
 from ebft_ds.packing.cost import UNITS_PER_TOKEN, Counts, TokenCost
-from ebft_ds.packing.plan_bins import pack
-from ebft_ds.packing.plan_groups import Chunk, GroupTable, group_table
+from ebft_ds.packing.plan_chunks import Chunks
+from ebft_ds.packing.plan_groups import GroupTable, group_table
+from ebft_ds.packing.plan_lockstep import lockstep_batches
 from ebft_ds.packing.plan_padded import padded_batches
 from ebft_ds.packing.plan_ranks import assign_to_ranks
 from ebft_ds.packing.rows import RowStyle
@@ -107,18 +109,20 @@ def plan_micro_batches(
     if not sequences:
         return Plan([[[]] for _ in range(world_size)], costs=[[0.0] for _ in range(world_size)])
     count = len(sequences)
-    groups = np.fromiter((s.group for s in sequences), np.int64, count)
-    prompts = np.fromiter((s.prompt_length for s in sequences), np.int64, count)
-    branches = np.fromiter((s.branch_length for s in sequences), np.int64, count)
+    groups, prompts, branches = (
+        np.fromiter(map(attrgetter(name), sequences), np.int64, count) for name in ("group", "prompt_length", "branch_length")
+    )
     if token_budget is not None and oversize == "refuse":
         _check_lengths(prompts, branches, token_budget, budget_name)
     table = group_table(groups, prompts, branches, style=style, cost=cost)
     unshared = int(prompts.sum() + branches.sum())
     if style == "padded":
-        batches = padded_batches(table, world_size, token_budget=token_budget, max_sequences=max_sequences)
-        return _padded_plan(batches, table, unshared)
-    shares = assign_to_ranks(table, world_size, token_budget)
-    return _packed_plan(_micro_batches(shares, token_budget), table, unshared)
+        rows = padded_batches(table, world_size, token_budget=token_budget, max_sequences=max_sequences)
+        return _padded_plan(table, rows, unshared)
+    chunks = Chunks(table, token_budget)
+    shares = assign_to_ranks(chunks, world_size, table.costliest_sequence)
+    batches = [[share] for share in shares] if token_budget is None else lockstep_batches(chunks, shares, token_budget)
+    return _packed_plan(chunks, batches, unshared)
 
 
 def _check_lengths(prompts: Counts, branches: Counts, token_budget: int, budget_name: str) -> None:
@@ -132,47 +136,20 @@ def _check_lengths(prompts: Counts, branches: Counts, token_budget: int, budget_
         )
 
 
-def _micro_batches(shares: list[list[Chunk]], token_budget: int | None) -> list[list[list[Chunk]]]:
-    """Each rank's chunks in equally many micro-batches of like cost, as many as the rank that needs the most."""
-    if token_budget is None:
-        return [[share] for share in shares]
-    packed = [_pack(share, token_budget, 1) for share in shares]
-    count = max(map(len, packed))
-    return [_widened(bins, share, token_budget, count) for bins, share in zip(packed, shares, strict=True)]
+def _packed_plan(chunks: Chunks, batches: list[list[list[int]]], unshared_tokens: int) -> Plan:
+    merged = [[chunks.merged(batch) for batch in share] for share in batches]
+    ranks = [[chunks.members(*batch) for batch in share] for share in merged]
+    costs = [[sum(chunks.costs[chunk] for chunk in batch) / UNITS_PER_TOKEN for batch in share] for share in merged]
+    tokens = sum(chunks.tokens[chunk] for share in merged for batch in share for chunk in batch)
+    return Plan(ranks, tokens, unshared_tokens, costs)
 
 
-def _widened(bins: list[list[Chunk]], share: list[Chunk], token_budget: int, count: int) -> list[list[Chunk]]:
-    """The share in `count` micro-batches, at least as many as it has: of like cost if that goes, otherwise the same and empty ones."""
-    if len(bins) == count:
-        return bins
-    wider = _pack(share, token_budget, count)
-    return wider if len(wider) == count else bins + [[] for _ in range(count - len(bins))]
-
-
-def _pack(chunks: list[Chunk], token_budget: int, at_least: int) -> list[list[Chunk]]:
-    bins = pack([c.cost for c in chunks], [c.tokens for c in chunks], token_budget, at_least=at_least)
-    return [[chunks[i] for i in bin_] for bin_ in bins]
-
-
-def _packed_plan(batches: list[list[list[Chunk]]], table: GroupTable, unshared_tokens: int) -> Plan:
-    """Costliest micro-batch first on every rank."""
-    ranks: list[list[list[int]]] = []
-    all_costs: list[list[float]] = []
-    tokens = 0
-    for share in batches:
-        merged = [table.merged(chunks) if len(chunks) > 1 else chunks for chunks in share]
-        costed = sorted(((sum(c.cost for c in chunks), chunks) for chunks in merged), key=lambda entry: -entry[0])
-        ranks.append([[i for chunk in chunks for i in chunk.members] for _, chunks in costed])
-        all_costs.append([cost / UNITS_PER_TOKEN for cost, _ in costed])
-        tokens += sum(chunk.tokens for _, chunks in costed for chunk in chunks)
-    return Plan(ranks, tokens, unshared_tokens, all_costs)
-
-
-def _padded_plan(batches: list[list[list[int]]], table: GroupTable, unshared_tokens: int) -> Plan:
+def _padded_plan(table: GroupTable, batches: list[list[list[int]]], unshared_tokens: int) -> Plan:
     count = max(1, *map(len, batches))
     ranks = [share + [[] for _ in range(count - len(share))] for share in batches]
-    tokens, costs = table.own_tokens, table.own_costs
-    # Widest first, and a padded row costs what the widest one does.
-    padded = sum(len(batch) * int(tokens[batch[0]]) for share in batches for batch in share)
-    all_costs = [[len(batch) * int(costs[batch[0]]) / UNITS_PER_TOKEN if batch else 0.0 for batch in share] for share in ranks]
-    return Plan(ranks, padded, unshared_tokens, all_costs)
+    # Widest first: a padded row costs what the first one does.
+    lengths: list[int] = table.own_tokens.tolist()
+    row_costs: list[int] = table.own_costs.tolist()
+    tokens = sum(len(batch) * lengths[batch[0]] for share in batches for batch in share)
+    costs = [[len(batch) * row_costs[batch[0]] / UNITS_PER_TOKEN if batch else 0.0 for batch in share] for share in ranks]
+    return Plan(ranks, tokens, unshared_tokens, costs)

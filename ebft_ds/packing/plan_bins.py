@@ -4,56 +4,91 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 
 _LOOK = 64
-"""Bins looked at for one item before a spread is given up: it keeps the time linear where nearly all are full."""
+"""Bins looked at for one item before it counts as placed nowhere: it keeps the time linear where nearly all are full."""
+
+
+class RoomyBins:
+    """Bins of one capacity in tokens. An item goes to the cheapest bin that has room for it, one over the capacity to an empty one."""
+
+    def __init__(self, count: int, capacity: int) -> None:
+        self._heap = [(0, b) for b in range(count)]
+        self._room = [capacity] * count
+        self._empty = [True] * count
+
+    def place(self, cost: int, tokens: int) -> int | None:
+        """The bin that took the item; None if there is none."""
+        heap, room, empty = self._heap, self._room, self._empty
+        full: list[tuple[int, int]] = []
+        taken = None
+        while heap and len(full) < _LOOK:
+            load, b = heap[0]
+            if tokens <= room[b] or empty[b]:
+                taken = b
+                room[b] -= tokens
+                empty[b] = False
+                heapreplace(heap, (load + cost, b))
+                break
+            full.append(heappop(heap))
+        for entry in full:
+            heappush(heap, entry)
+        return taken
+
+    def copy(self) -> RoomyBins:
+        other = RoomyBins(0, 0)
+        other._heap, other._room, other._empty = self._heap.copy(), self._room.copy(), self._empty.copy()
+        return other
+
+
+def costliest_first(costs: Sequence[int]) -> list[int]:
+    """Positions; equal costs in their order."""
+    return sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
 
 
 def spread(costs: Sequence[int], count: int) -> list[list[int]]:
     """Costliest first, each to the cheapest bin so far. The costliest bin costs at most the mean and one item."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, b) for b in range(count)]
-    for i in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+    for i in costliest_first(costs):
         load, b = heap[0]
         bins[b].append(i)
         heapreplace(heap, (load + costs[i], b))
     return bins
 
 
+def fewest_bins(tokens: Sequence[int], capacity: int) -> int:
+    """No fewer can do: by the sum, and because at most k items over 1/(k+1) of the capacity share a bin."""
+    if capacity < 1:
+        return 1
+    by_sum = -(-sum(min(t, capacity) for t in tokens) // capacity)
+    by_size = (-(-sum(t * (k + 1) > capacity for t in tokens) // k) for k in (1, 2, 3))
+    return max(1, by_sum, *by_size)
+
+
 def pack(costs: Sequence[int], tokens: Sequence[int], capacity: int, *, at_least: int = 1) -> list[list[int]]:
-    """Few bins, then like costs: `spread` if the smallest imaginable number of bins will do, otherwise as many as best fit needs.
+    """Few bins, then like costs: the smallest imaginable number of bins if it will do, otherwise as many as best fit needs.
 
     At least `at_least` bins, some of them empty if there are fewer items. An item over the capacity gets a bin of its own.
     """
-    needed = sum(min(t, capacity) for t in tokens)
-    fewest = max(at_least, -(-needed // capacity) if capacity > 0 else 1)
-    spread_out = _spread_within(costs, tokens, capacity, fewest)
-    if spread_out is not None:
-        return spread_out
+    filled = _fill(costs, tokens, capacity, max(at_least, fewest_bins(tokens, capacity)))
+    if filled is not None:
+        return filled
     tight = _best_fit(tokens, capacity)
     tight += [[] for _ in range(at_least - len(tight))]
-    return _spread_within(costs, tokens, capacity, len(tight)) or tight
+    return _fill(costs, tokens, capacity, len(tight)) or tight
 
 
-def _spread_within(costs: Sequence[int], tokens: Sequence[int], capacity: int, count: int) -> list[list[int]] | None:
-    """As `spread`, each item to the cheapest bin that has room for it; None if one finds none."""
+def _fill(costs: Sequence[int], tokens: Sequence[int], capacity: int, count: int) -> list[list[int]] | None:
+    """As `spread`, but within the capacity; None if an item finds no room."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    room = [capacity] * count
-    heap = [(0, b) for b in range(count)]
-    heapify(heap)
-    for i in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
-        full: list[tuple[int, int]] = []
-        while heap and len(full) < _LOOK and tokens[i] > room[heap[0][1]] and bins[heap[0][1]]:
-            full.append(heappop(heap))
-        if not heap or len(full) == _LOOK:
+    roomy = RoomyBins(count, capacity)
+    for i in costliest_first(costs):
+        b = roomy.place(costs[i], tokens[i])
+        if b is None:
             return None
-        load, b = heap[0]
         bins[b].append(i)
-        room[b] -= tokens[i]
-        heapreplace(heap, (load + costs[i], b))
-        for entry in full:
-            heappush(heap, entry)
     return bins
 
 
@@ -61,7 +96,7 @@ def _best_fit(tokens: Sequence[int], capacity: int) -> list[list[int]]:
     """Longest first, each to the fullest bin that has room for it."""
     bins: list[list[int]] = []
     open_bins: list[tuple[int, int]] = []
-    for i in sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True):
+    for i in costliest_first(tokens):
         at = bisect_left(open_bins, (tokens[i], -1))
         if at < len(open_bins):
             room, b = open_bins.pop(at)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ebft_ds.packing.plan_bins import spread
 from ebft_ds.packing.plan_groups import GroupTable
 
@@ -26,14 +28,14 @@ def padded_batches(table: GroupTable, world_size: int, *, token_budget: int | No
 
 def _units(table: GroupTable, world_size: int) -> list[list[int]]:
     """Whole groups, or single sequences of groups that must be split, in the order of their first sequences."""
-    groups = table.whole()
-    total = sum(group.cost for group in groups)
+    groups = [members.tolist() for members in np.split(table.members, table.starts[1:-1])]
+    heavy = table.costs * world_size > FAIR_SHARES * int(table.costs.sum())
     units: list[list[int]] = []
-    for group in groups:
-        if len(groups) < world_size or group.cost * world_size > FAIR_SHARES * total:
-            units.extend([i] for i in group.members)
+    for members, splits in zip(groups, heavy.tolist(), strict=True):
+        if splits or len(groups) < world_size:
+            units.extend([i] for i in members)
         else:
-            units.append(group.members)
+            units.append(members)
     return sorted(units, key=lambda unit: unit[0])
 
 
