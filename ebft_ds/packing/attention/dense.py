@@ -7,18 +7,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ebft_ds.packing.attention.scores import capped_attention
+from ebft_ds.packing.attention.visibility import TokenMap
 from ebft_ds.packing.packed import PackedLayout
-
-
-def visible(layout: PackedLayout, sliding_window: int | None, device: torch.device) -> Tensor:
-    """bool [T, T], true where the query (row) sees the key (column)."""
-    group, branch = (ids.to(device) for ids in layout.segments())
-    position = layout.position_ids().to(device)
-    token = torch.arange(layout.length, device=device)
-    seen = (token[:, None] >= token) & (group[:, None] == group) & ((branch == 0) | (branch[:, None] == branch))
-    if sliding_window is not None:
-        seen &= position[:, None] - position < sliding_window
-    return seen
 
 
 class DenseAttention:
@@ -41,7 +31,7 @@ class DenseAttention:
     ) -> Tensor:
         index = (sliding_window, query.device)
         if index not in self._masks:
-            self._masks[index] = visible(self.layout, sliding_window, query.device)[None, None]
+            self._masks[index] = TokenMap.of(self.layout, query.device).visible(sliding_window)[None, None]
         mask = self._masks[index]
         if softcap is not None:
             output = capped_attention(query, key, value, mask, scaling=scaling, dropout=dropout, softcap=softcap)

@@ -1,17 +1,35 @@
-"""Packed attention in pieces: one causal call over each prompt, then one call a branch over [prompt; branch]. No mask of [T, T]."""
+"""Packed attention in pieces: one causal call over each prompt, then its branches over [prompt; branch]. No mask of [T, T]."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ebft_ds.packing.attention.merged import kernel_takes, merged_attention
 from ebft_ds.packing.attention.scores import capped_attention
-from ebft_ds.packing.packed import PackedLayout
+from ebft_ds.packing.packed import PackedGroup, PackedLayout
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one layer asks for, as far as it matters in one group: no window where all sequences are shorter."""
+
+    scaling: float | None
+    dropout: float
+    window: int | None
+    softcap: float | None
+
+    @property
+    def plain(self) -> bool:
+        return self.window is None and self.softcap is None
 
 
 class SplitAttention:
-    """See `PackedAttention`. Masks [branch, prompt + branch] are made once a row and kept for every block."""
+    """See `PackedAttention`. Where a mask is needed (a window, a soft cap, another device than the CPU) it is [branch, prompt + branch],
+    made once a row and kept for every block."""
 
     def __init__(self, layout: PackedLayout) -> None:
         self.layout = layout
@@ -28,51 +46,47 @@ class SplitAttention:
         sliding_window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        lengths = [length for group in self.layout.groups for length in (group.prompt_length, *group.branch_lengths)]
-        # split, not slices: its backward is one concatenation, that of a slice fills a whole row with zeros for every piece
-        queries, keys, values = (list(x.split(lengths, dim=2)) for x in (query, key, value))
         pieces: list[Tensor] = []
+        lengths = [group.length for group in self.layout.groups]
+        # split, not slices: its backward is one concatenation, that of a slice fills a whole row with zeros for every piece
+        groups = zip(self.layout.groups, *(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+        for group, group_query, group_key, group_value in groups:
+            longest = group.prompt_length + max(group.branch_lengths, default=0)
+            call = _Call(scaling, dropout, None if sliding_window is None or sliding_window >= longest else sliding_window, softcap)
+            pieces.extend(self._group(group, group_query, group_key, group_value, call))
+        pieces = [piece.transpose(1, 2) for piece in pieces]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
-        def attend(piece: Tensor, seen_keys: Tensor, seen_values: Tensor) -> None:
-            output = self._attend(piece, seen_keys, seen_values, scaling, dropout, sliding_window, softcap)
-            pieces.append(output.transpose(1, 2))
+    def _group(self, group: PackedGroup, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> list[Tensor]:
+        """[1, Hq, *, D] pieces, in order."""
+        lengths = [group.prompt_length, *group.branch_lengths]
+        lengths = [length for length in lengths if length]  # an empty prompt or completion has no tokens
+        if len(lengths) < 2:
+            return [self._attend(query, key, value, call)] if lengths else []
+        if group.prompt_length and call.plain and not call.dropout and kernel_takes(query, value):
+            return [merged_attention(query, key, value, lengths, call.scaling)]
+        queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
+        if not group.prompt_length:
+            return [self._attend(*piece, call) for piece in zip(queries, keys, values, strict=True)]
+        pieces = [self._attend(queries[0], keys[0], values[0], call)]
+        for own_query, own_key, own_value in zip(queries[1:], keys[1:], values[1:], strict=True):
+            pieces.append(self._attend(own_query, torch.cat([keys[0], own_key], 2), torch.cat([values[0], own_value], 2), call))
+        return pieces
 
-        for group in self.layout.groups:
-            count = 1 + len(group.branch_lengths)
-            (prompt_query, *branch_queries), queries = queries[:count], queries[count:]
-            (prompt_key, *branch_keys), keys = keys[:count], keys[count:]
-            (prompt_value, *branch_values), values = values[:count], values[count:]
-            attend(prompt_query, prompt_key, prompt_value)
-            for branch_query, branch_key, branch_value in zip(branch_queries, branch_keys, branch_values, strict=True):
-                attend(branch_query, torch.cat([prompt_key, branch_key], dim=2), torch.cat([prompt_value, branch_value], dim=2))
-        return torch.cat(pieces, dim=1)
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float | None,
-        dropout: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
         """The queries are the last of the keys' positions."""
         queries, keys = query.shape[2], key.shape[2]
-        window = window if window is not None and window < keys else None
-        causal = queries == keys and window is None and softcap is None
-        mask = None if causal or (queries == 1 and window is None) else self._mask(queries, keys, window, query)
-        if softcap is not None:
-            return capped_attention(query, key, value, mask, scaling=scaling, dropout=dropout, softcap=softcap)
+        causal = queries == keys and call.plain
+        needs_mask = not causal and (queries > 1 or call.window is not None)
+        mask = self._mask(queries, keys, call.window, query) if needs_mask else None
+        if call.softcap is not None:
+            return capped_attention(query, key, value, mask, scaling=call.scaling, dropout=call.dropout, softcap=call.softcap)
+        grouped = query.shape[1] != key.shape[1]
+        if grouped and mask is not None and query.device.type == "cuda":  # its fused kernels take grouped heads without a mask only
+            repeats = query.shape[1] // key.shape[1]
+            key, value, grouped = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1), False
         return scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=causal and queries > 1,
-            dropout_p=dropout,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            query, key, value, mask, call.dropout, is_causal=causal and queries > 1, scale=call.scaling, enable_gqa=grouped
         )
 
     def _mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
