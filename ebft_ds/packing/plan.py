@@ -24,6 +24,8 @@ from ebft_ds.packing.plan_padded import padded_batches
 from ebft_ds.packing.plan_ranks import assign_to_ranks
 from ebft_ds.packing.rows import RowStyle
 
+TOKENS_ONLY = TokenCost()
+
 BudgetName = Literal["scoring_token_budget", "train_token_budget"]
 
 
@@ -85,7 +87,7 @@ def plan_micro_batches(
     style: RowStyle = "padded",
     token_budget: int | None = None,
     max_sequences: int | None = None,
-    cost: TokenCost = TokenCost(),
+    cost: TokenCost = TOKENS_ONLY,
     budget_name: BudgetName = "scoring_token_budget",
     oversize: Literal["refuse", "alone"] = "refuse",
 ) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ebft_ds.packing.plan_bins import pack
+from ebft_ds.packing.plan_bins import costliest_first, pack
 from ebft_ds.packing.plan_groups import GroupTable
 
 
@@ -35,25 +35,23 @@ class Chunks:
             found += self._sequences[self._starts[chunk] : self._ends[chunk]]
         return found
 
-    def size(self, chunk: int) -> int:
-        """Sequences in it."""
-        return self._ends[chunk] - self._starts[chunk]
-
-    def once_cost(self, chunk: int) -> int:
-        """Cost of the prompt."""
-        return int(self._table.once_costs[self.groups[chunk]])
-
     def parts(self, chunk: int) -> list[int]:
         """What goes into micro-batches: the chunk itself if it fits the budget or is a single sequence."""
         return self._parts.get(chunk, [chunk])
 
-    def cut(self, chunk: int, at_least: int) -> list[int]:
-        """The chunk in as few new chunks of like cost as the budget allows, but at least so many (or as many as it has sequences)."""
+    def split(self, chunk: int, most: float) -> tuple[int, int] | None:
+        """(piece that costs at most `most`, rest), costliest sequences into the piece first; None if it cannot hold a single one."""
         members = self.members(chunk)
-        tokens, costs = self._table.own_tokens[members].tolist(), self._table.own_costs[members].tolist()
-        capacity = sum(tokens) if self.token_budget is None else self.token_budget - int(self._table.once_tokens[self.groups[chunk]])
-        bins = pack(costs, tokens, capacity, at_least=min(at_least, len(members)))
-        return [self._add(self.groups[chunk], [members[i] for i in sorted(bin_)]) for bin_ in bins if bin_]
+        costs = self._table.own_costs[members].tolist()
+        room = most - int(self._table.once_costs[self.groups[chunk]])
+        while taken := _taken(costs, room):
+            piece = self._add(self.groups[chunk], [members[i] for i in taken])
+            if len(taken) < len(members) and self.costs[piece] <= most:
+                kept = set(taken)
+                return piece, self._add(self.groups[chunk], [member for i, member in enumerate(members) if i not in kept])
+            # Over the budget, the piece repeats its prompt.
+            room = min(room - (self.costs[piece] - most), sum(costs[i] for i in taken) - 1)
+        return None
 
     def merged(self, chunks: list[int]) -> list[int]:
         """The same sequences with one chunk a group, in the order of the groups' first chunks; new ones may be over the budget."""
@@ -65,11 +63,14 @@ class Chunks:
         return [same[0] if len(same) == 1 else self._join(same) for same in by_group.values()]
 
     def _join(self, chunks: list[int]) -> int:
-        joined = self._add(self.groups[chunks[0]], sorted(self.members(*chunks)))
-        self._part(joined)
-        return joined
+        return self._add(self.groups[chunks[0]], sorted(self.members(*chunks)))
 
     def _add(self, group: int, members: list[int]) -> int:
+        chunk = self._append(group, members)
+        self._part(chunk)
+        return chunk
+
+    def _append(self, group: int, members: list[int]) -> int:
         self._starts.append(len(self._sequences))
         self._sequences.extend(members)
         self._ends.append(len(self._sequences))
@@ -79,6 +80,21 @@ class Chunks:
         return len(self.groups) - 1
 
     def _part(self, chunk: int) -> None:
-        if self.token_budget is not None and self.tokens[chunk] > self.token_budget and self.size(chunk) > 1:
-            self._parts[chunk] = self.cut(chunk, 1)
-            self.costs[chunk] = sum(self.costs[part] for part in self._parts[chunk])
+        """Cuts a chunk over the budget into as few parts of like cost as the budget allows."""
+        if self.token_budget is None or self.tokens[chunk] <= self.token_budget or self._ends[chunk] - self._starts[chunk] == 1:
+            return
+        group, members = self.groups[chunk], self.members(chunk)
+        tokens, costs = self._table.own_tokens[members].tolist(), self._table.own_costs[members].tolist()
+        bins = pack(costs, tokens, self.token_budget - int(self._table.once_tokens[group]))
+        self._parts[chunk] = [self._append(group, [members[i] for i in sorted(bin_)]) for bin_ in bins]
+        self.costs[chunk] = sum(self.costs[part] for part in self._parts[chunk])
+
+
+def _taken(costs: list[int], room: float) -> list[int]:
+    """Costliest first, what fits; rising positions."""
+    taken: list[int] = []
+    for i in costliest_first(costs):
+        if costs[i] <= room:
+            room -= costs[i]
+            taken.append(i)
+    return sorted(taken)
