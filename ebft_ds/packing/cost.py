@@ -43,6 +43,9 @@ class TokenCost:
         return np.rint((tokens + self.per_pair * pairs) * UNITS_PER_TOKEN).astype(np.int64)
 
 
+TOKENS_ONLY = TokenCost()
+
+
 def causal_pairs(tokens: Counts) -> Counts:
     """(query, key) pairs within sequences of so many tokens."""
     return tokens * (tokens + 1) // 2

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from ebft_ds.errors import ConfigError
-from ebft_ds.packing.cost import UNITS_PER_TOKEN, Counts, TokenCost
+from ebft_ds.packing.cost import TOKENS_ONLY, UNITS_PER_TOKEN, Counts, TokenCost
 from ebft_ds.packing.plan_chunks import Chunks
 from ebft_ds.packing.plan_groups import GroupTable, group_table
 from ebft_ds.packing.plan_lockstep import lockstep_batches
@@ -24,9 +24,8 @@ from ebft_ds.packing.plan_padded import padded_batches
 from ebft_ds.packing.plan_ranks import assign_to_ranks
 from ebft_ds.packing.rows import RowStyle
 
-TOKENS_ONLY = TokenCost()
-
 BudgetName = Literal["scoring_token_budget", "train_token_budget"]
+Oversize = Literal["refuse", "alone"]
 
 
 class PlannedSequence(msgspec.Struct, frozen=True, gc=False):
@@ -89,7 +88,7 @@ def plan_micro_batches(
     max_sequences: int | None = None,
     cost: TokenCost = TOKENS_ONLY,
     budget_name: BudgetName = "scoring_token_budget",
-    oversize: Literal["refuse", "alone"] = "refuse",
+    oversize: Oversize = "refuse",
 ) -> Plan:
     """Few micro-batches within the budget, like costs on all ranks, groups whole on a rank and in a micro-batch where they fit.
 
