@@ -1,8 +1,8 @@
 """Saving and loading everything a resume needs. Collective: all ranks call, all ranks learn how it ended.
 
-A checkpoint folder holds DeepSpeed's shards under engine/, each rank's random state, and in the manifest's meta the trainer's
-counters, the prompt stream and the rollout feed. DeepSpeed's own `latest` file is not used: it may be written before all ranks
-have finished. The manifest is written last, by rank 0, after a barrier.
+A checkpoint folder holds DeepSpeed's shards under engine/, each rank's random state and cached reference features, and in the
+manifest's meta the trainer's counters, the prompt stream and the rollout feed. DeepSpeed's own `latest` file is not used: it may
+be written before all ranks have finished. The manifest is written last, by rank 0, after a barrier.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from ebft_ds.checkpoint.manifest import FileRecord, begin, commit, read_manifest, seal_files
 from ebft_ds.checkpoint.retention import clean_leftovers, prune
@@ -25,10 +27,15 @@ from ebft_ds.checkpoint.space import writing
 from ebft_ds.collectives import Collectives
 from ebft_ds.engine.build import ZeroEngine
 from ebft_ds.errors import CheckpointError, EbftError, PeerError
+from ebft_ds.features.reference_cache import ReferenceCache
 
 logger = logging.getLogger(__name__)
 
 ENGINE_TAG = "engine"
+
+
+def _cache_file(rank: int) -> str:
+    return f"reference_features_rank_{rank}.safetensors"
 
 
 class CheckpointStore:
@@ -37,13 +44,23 @@ class CheckpointStore:
     Args:
         adapters_only: frozen base weights are left out (they are the model's own files).
         keep: newest checkpoints kept; None: all.
+        reference_cache: saved and restored with the rest: a resumed run must not compute its features anew, in other rows.
     """
 
-    def __init__(self, root: Path, collectives: Collectives, *, adapters_only: bool, keep: int | None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        collectives: Collectives,
+        *,
+        adapters_only: bool,
+        keep: int | None,
+        reference_cache: ReferenceCache | None = None,
+    ) -> None:
         self.root = root
         self._collectives = collectives
         self._adapters_only = adapters_only
         self._keep = keep
+        self._reference_cache = reference_cache
 
     def save(self, engine: ZeroEngine, step: int, meta: dict[str, Any]) -> Path:
         """Write `step_N`. `meta` (plain JSON) is rank 0's; returns the finished folder on every rank.
@@ -72,8 +89,11 @@ class CheckpointStore:
                     str(folder), tag=ENGINE_TAG, save_latest=False, exclude_frozen_parameters=self._adapters_only
                 )
             torch.save(_random_state(), folder / f"random_rank_{rank}.pt")
+            if self._reference_cache is not None:
+                save_file(self._reference_cache.state_dict(), folder / _cache_file(rank))
         mark = f"zero_pp_rank_{rank}_"
-        own = [p.relative_to(folder).as_posix() for p in (folder / ENGINE_TAG).iterdir() if p.name.startswith((mark, f"bf16_{mark}"))]
+        own = [] if self._reference_cache is None else [_cache_file(rank)]
+        own += [p.relative_to(folder).as_posix() for p in (folder / ENGINE_TAG).iterdir() if p.name.startswith((mark, f"bf16_{mark}"))]
         return seal_files(folder, [*own, f"random_rank_{rank}.pt"])
 
     def find(self, wanted: str | None) -> Path | None:
@@ -99,10 +119,10 @@ class CheckpointStore:
 
         def read() -> str:
             manifest = read_manifest(folder)
-            return json.dumps([manifest.world_size, manifest.meta])
+            return json.dumps([manifest.world_size, _cache_file(0) in manifest.files, manifest.meta])
 
         # Read once: a node that cannot see the file must not fail alone before the others enter a collective.
-        saved_ranks, meta = json.loads(self._on_main(read, "reading a checkpoint's manifest"))
+        saved_ranks, has_cache, meta = json.loads(self._on_main(read, "reading a checkpoint's manifest"))
         if saved_ranks != self._collectives.world_size:
             raise CheckpointError(
                 f"{folder} was saved by {saved_ranks} ranks and this run has {self._collectives.world_size}: "
@@ -118,11 +138,27 @@ class CheckpointStore:
                 raise CheckpointError(f"DeepSpeed found no engine state in {folder}")
             state = torch.load(folder / f"random_rank_{self._collectives.rank}.pt", weights_only=True)
             _set_random_state(state)
+            self._restore_cache(folder if has_cache else None)
             return {}
 
         self._on_all(restore, "loading a checkpoint")
         restored: dict[str, Any] = meta
         return restored
+
+    def _restore_cache(self, folder: Path | None) -> None:
+        """This rank's part of the cache; nothing where the run keeps none, empty where the checkpoint was saved without one."""
+        if self._reference_cache is None:
+            return
+        if folder is None:
+            self._reference_cache.clear()
+            if self._collectives.is_main:
+                logger.info("the checkpoint holds no reference features: they are computed again as their prompts come up")
+            return
+        path = folder / _cache_file(self._collectives.rank)
+        try:
+            self._reference_cache.load_state_dict(load_file(path))
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     def _on_main(self, action: Callable[[], str], what: str) -> str:
         """Runs rank 0's part and gives every rank its answer, or every rank an error."""

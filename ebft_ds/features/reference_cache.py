@@ -28,7 +28,8 @@ class ReferenceCache:
     Scorers with other poolings may share one: their keys differ.
 
     Args:
-        limit_mb: most memory of the features on this rank, in MiB (keys and bookkeeping, about 0.5 kB each, come on top).
+        limit_mb: most memory of the features on this rank, in MiB. Bookkeeping, about 1 kB a reference, comes on top, and what went
+            since the last `mark`.
     """
 
     def __init__(self, limit_mb: float, collectives: Collectives | None = None) -> None:
@@ -36,6 +37,8 @@ class ReferenceCache:
         self.held_bytes = 0
         self._collectives = collectives or Collectives()
         self._features: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._marked: OrderedDict[bytes, Tensor] | None = None
+        """Content at the last mark; None: nothing has changed since."""
 
     @property
     def rank(self) -> int:
@@ -52,6 +55,7 @@ class ReferenceCache:
         holders = self._collectives.max_ints(held)
         for key, holder in zip(keys, holders, strict=True):
             if holder == rank:
+                self._before_change()
                 self._features.move_to_end(key)
         return [None if holder < 0 else holder for holder in holders]
 
@@ -62,7 +66,10 @@ class ReferenceCache:
     def put(self, key: bytes, feature: Tensor) -> None:
         """Keeps a copy of `feature` [D] on this rank, as the most recently used. One that is larger than the limit is not kept."""
         kept = feature.detach().to("cpu", torch.float32, copy=True)  # a view would keep its whole micro-batch alive
+        self._before_change()
         self._remove(key)
+        if kept.nbytes > self.limit_bytes:
+            return
         self._features[key] = kept
         self.held_bytes += kept.nbytes
         while self.held_bytes > self.limit_bytes:
@@ -71,6 +78,25 @@ class ReferenceCache:
     def _remove(self, key: bytes) -> None:
         gone = self._features.pop(key, None)
         self.held_bytes -= 0 if gone is None else gone.nbytes
+
+    def _before_change(self) -> None:
+        if self._marked is None:
+            self._marked = self._features.copy()
+
+    def mark(self) -> None:
+        """Remembers this state: an interrupted step is repeated after a resume, and must then find what it found the first time."""
+        self._marked = None
+
+    def rewind(self) -> None:
+        """Back to the last mark (or to the beginning)."""
+        if self._marked is not None:
+            self._features, self._marked = self._marked, None
+            self.held_bytes = sum(feature.nbytes for feature in self._features.values())
+
+    def clear(self) -> None:
+        """Forgets everything; this counts as a mark."""
+        self._features, self._marked = OrderedDict(), None
+        self.held_bytes = 0
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's content, least recently used first: keys (uint8 [N, 16]), widths (int64 [N]) and values (float32 [sum of widths])."""
@@ -83,17 +109,18 @@ class ReferenceCache:
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Replaces the content of this rank. Under a smaller limit than it was saved with, the least recently used are left out.
+        """Replaces the content of this rank; this counts as a mark. Under a smaller limit than it was saved with, the least recently used
+        are left out.
 
         Raises:
             CheckpointError: this is not what `state_dict` returns.
         """
         if problem := _problem(state):
             raise CheckpointError(f"the saved cache of reference features does not fit: {problem}. Start with another checkpoint")
-        self._features.clear()
-        self.held_bytes = 0
+        self.clear()
         for key, feature in zip(state["keys"], state["values"].split(state["widths"].tolist()), strict=True):
             self.put(bytes(key.numpy()), feature)
+        self.mark()
         if len(self) < len(state["keys"]):
             logger.info("reference cache: %d of %d saved references fit the limit", len(self), len(state["keys"]))
 
