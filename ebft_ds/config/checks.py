@@ -59,6 +59,7 @@ _CHECKS: tuple[Callable[[AsyncEBFTConfig, Surroundings], Iterator[str]], ...] = 
     checks_rollout.check_rollout,
     checks_vllm.check_vllm,
     checks_training.check_loss,
+    checks_training.check_iterations,
     checks_training.check_rewards,
     checks_training.check_adapter,
     checks_training.check_optimizer,

@@ -87,6 +87,11 @@ def check_lengths(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str
             f"scoring_token_budget {config.method.scoring_token_budget} is below max_seq_length {data.max_seq_length}: "
             "the longest sequence would not fit"
         )
+    if config.run.train_token_budget is not None and config.run.train_token_budget < data.max_seq_length:
+        yield (
+            f"train_token_budget {config.run.train_token_budget} is below max_seq_length {data.max_seq_length}: "
+            "the longest sequence would not fit"
+        )
     if around.model and 0 < around.model.context_length < data.max_seq_length:
         yield f"max_seq_length {data.max_seq_length} is longer than the model's context of {around.model.context_length} tokens"
 

@@ -19,12 +19,42 @@ def check_loss(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
             f"old_logprobs: engine already corrects the mismatch by its ratio, and vllm_importance_sampling_mode: "
             f"{loss.vllm_importance_sampling_mode} would correct it twice; set vllm_importance_sampling_mode: none"
         )
-    if loss.old_logprobs == "current" and loss.vllm_importance_sampling_mode == "none" and config.rollout.max_staleness > 0:
+    if loss.old_logprobs != "engine" and loss.vllm_importance_sampling_mode == "none" and config.rollout.max_staleness > 0:
         yield Note("asynchronous without any importance weight: stale samples count as if they were fresh")
     if loss.vllm_importance_sampling_cap < 1:
         yield Note("vllm_importance_sampling_cap below 1 also shrinks on-policy samples")
     if loss.beta > 0 and not config.peft.use_peft:
         yield Note("beta above 0 with full fine-tuning keeps the whole frozen model in memory, head included")
+
+
+def check_iterations(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+    """Several optimizer steps on each batch of rollouts."""
+    loss, iterations = config.loss, config.loss.num_iterations
+    if iterations == 1:
+        if loss.old_logprobs == "recompute":
+            yield (
+                "old_logprobs: recompute needs num_iterations above 1: in the first step on a batch old and current log-probs are the "
+                "same; set old_logprobs: current"
+            )
+        return
+    if config.method.ebft_rl_coef == 0:
+        yield f"num_iterations {iterations} uses rollouts again, and there are none with ebft_rl_coef: 0; set num_iterations: 1"
+        return
+    if loss.old_logprobs == "current":
+        yield (
+            f"num_iterations {iterations} needs the log-probs from before the batch's first step; set old_logprobs: recompute "
+            "(or engine, with vllm_importance_sampling_mode: none)"
+        )
+    if config.checkpoint.save_steps % iterations:
+        yield (
+            f"save_steps {config.checkpoint.save_steps} is no multiple of num_iterations {iterations}: a checkpoint lies between batches, "
+            "since a resume begins with a new one"
+        )
+    if config.checkpoint.save_steps and loss.warm_start_steps % iterations:
+        yield (
+            f"warm_start_steps {loss.warm_start_steps} is no multiple of num_iterations {iterations}: batches would not end where "
+            "save_steps saves"
+        )
 
 
 def check_rewards(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:

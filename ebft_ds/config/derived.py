@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ebft_ds.config.async_ebft import AsyncEBFTConfig
+from ebft_ds.config.sections import RunSection
 from ebft_ds.errors import ConfigError
 
 
@@ -24,7 +25,11 @@ class DerivedNumbers:
     max_tokens_per_step: int
     """Upper bound: every completion at max_seq_length."""
     admission_bound: int
-    """Most groups in flight or waiting: (S + 1) x groups_per_step."""
+    """Most groups in flight or waiting: (S // num_iterations + 1) x groups_per_step."""
+    num_iterations: int
+    """EBFT steps on each batch of groups."""
+    train_token_budget: int
+    """Most tokens in one packed micro-batch of the policy."""
     staleness_bound: int
     """Oldest allowed age of a trained token, in steps."""
     merge_check_interval: int
@@ -35,7 +40,7 @@ class DerivedNumbers:
     rows: int | None
     """Usable training rows; None when unknown."""
     steps_per_epoch: int | None
-    """EBFT steps in one pass over the prompts, rounded up."""
+    """EBFT steps in one pass over the prompts, rounded up to whole batches."""
     steps: int | None
     """Steps of the whole run, warm start included; None when neither max_steps nor the rows are known."""
     epochs: float | None
@@ -59,8 +64,10 @@ class DerivedNumbers:
                 "micro-batches per rank and step",
                 f"{self.micro_batches_per_rank} x {self.completions_per_rank // self.micro_batches_per_rank}",
             ),
+            ("tokens in a packed micro-batch, at most", f"{self.train_token_budget:,}"),
             ("tokens per step, at most", f"{self.max_tokens_per_step:,}"),
             ("longest prompt", f"{self.max_prompt_length} tokens"),
+            ("steps on each batch", str(self.num_iterations)),
             ("staleness bound", f"{self.staleness_bound} steps" + (" (synchronous)" if self.staleness_bound == 0 else "")),
             ("admission bound", f"{self.admission_bound} groups in flight or waiting"),
             ("weight pushes", f"every {self.merge_check_interval} step(s)"),
@@ -84,6 +91,7 @@ def derive(config: AsyncEBFTConfig, world_size: int, rows: int | None = None) ->
         raise ConfigError(indivisible(config, world_size))
     groups = batch // n
     warm = config.loss.warm_start_steps
+    iterations = iterations_per_batch(config)
     ebft_steps = _ebft_steps(config, groups, rows)
     return DerivedNumbers(
         world_size=world_size,
@@ -93,16 +101,18 @@ def derive(config: AsyncEBFTConfig, world_size: int, rows: int | None = None) ->
         micro_batches_per_rank=config.run.gradient_accumulation_steps,
         completions_per_rank=batch // world_size,
         max_tokens_per_step=batch * config.data.max_seq_length,
-        admission_bound=(config.rollout.max_staleness + 1) * groups,
+        admission_bound=(config.rollout.max_staleness // iterations + 1) * groups,
+        num_iterations=iterations,
+        train_token_budget=train_token_budget(config.run, max_seq_length=config.data.max_seq_length),
         staleness_bound=config.rollout.max_staleness,
         merge_check_interval=config.rollout.vllm_merge_check_interval,
         max_prompt_length=prompt_limit(config),
         warm_start_steps=warm,
         warm_start_references=config.loss.warm_start_batch_size or batch,
         rows=rows,
-        steps_per_epoch=math.ceil(rows / groups) if rows is not None else None,
+        steps_per_epoch=math.ceil(rows / groups) * iterations if rows is not None else None,
         steps=ebft_steps + warm if ebft_steps is not None else None,
-        epochs=ebft_steps * groups / rows if rows and ebft_steps is not None else None,
+        epochs=math.ceil(ebft_steps / iterations) * groups / rows if rows and ebft_steps is not None else None,
         warmup_steps=_warmup(config, ebft_steps),
     )
 
@@ -110,6 +120,16 @@ def derive(config: AsyncEBFTConfig, world_size: int, rows: int | None = None) ->
 def global_batch(config: AsyncEBFTConfig, world_size: int) -> int:
     """Completions in one optimizer step over all ranks."""
     return config.run.per_device_train_batch_size * config.run.gradient_accumulation_steps * world_size
+
+
+def iterations_per_batch(config: AsyncEBFTConfig) -> int:
+    """EBFT steps on each batch of groups; steps on references alone (`ebft_rl_coef: 0`) always take new ones."""
+    return config.loss.num_iterations if config.method.ebft_rl_coef > 0 else 1
+
+
+def train_token_budget(run: RunSection, *, max_seq_length: int) -> int:
+    """Most tokens in one packed micro-batch of the policy: `train_token_budget`, or what a padded one could hold."""
+    return run.train_token_budget or run.per_device_train_batch_size * max_seq_length
 
 
 def indivisible(config: AsyncEBFTConfig, world_size: int) -> str:
@@ -133,7 +153,7 @@ def prompt_limit(config: AsyncEBFTConfig) -> int:
 def _ebft_steps(config: AsyncEBFTConfig, groups: int, rows: int | None) -> int | None:
     if config.run.max_steps >= 0:
         return max(0, config.run.max_steps - config.loss.warm_start_steps)
-    return math.ceil(config.run.num_train_epochs * rows / groups) if rows is not None else None
+    return math.ceil(config.run.num_train_epochs * rows / groups) * iterations_per_batch(config) if rows is not None else None
 
 
 def _warmup(config: AsyncEBFTConfig, ebft_steps: int | None) -> int | None:

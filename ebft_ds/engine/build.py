@@ -94,11 +94,11 @@ class ZeroEngine:
         layers: list[Tensor] = self.deepspeed(work)
         return layers
 
-    def log_probs(self, work: LogProbWork) -> tuple[Tensor, Tensor]:
+    def log_probs(self, work: LogProbWork) -> tuple[Tensor, Tensor | None]:
         log_probs, entropy = self.deepspeed(work)
         return log_probs, entropy
 
-    def frozen_log_probs(self, work: LogProbWork) -> tuple[Tensor, Tensor]:
+    def frozen_log_probs(self, work: LogProbWork) -> tuple[Tensor, Tensor | None]:
         """Without gradient, in eval mode (the mode is restored)."""
         training = self.network.training
         self.network.eval()

@@ -42,6 +42,8 @@ class LogProbWork:
     inverse_temperature: Tensor
     """float32 [N]."""
     use_adapters: bool = True
+    entropy: bool = False
+    """Whether the entropy at the positions is wanted as well."""
 
 
 class LanguageNetwork(nn.Module):
@@ -88,12 +90,13 @@ class LanguageNetwork(nn.Module):
         rows.check_forward(self.num_layers)
         return output
 
-    def _log_probs(self, work: LogProbWork) -> tuple[Tensor, Tensor]:
-        """(log-probs [N], entropy [N]), float32. Only the selected positions reach the head."""
+    def _log_probs(self, work: LogProbWork) -> tuple[Tensor, Tensor | None]:
+        """(log-probs [N], entropy [N] where wanted), float32. Only the selected positions reach the head."""
         head = self.base_model.get_output_embeddings()
         with self._adapters(work.use_adapters):
             hidden = self._run_body(work.rows)
-            log_probs, entropy = head(hidden.flatten(0, 1)[work.positions], work.targets, work.inverse_temperature)
+            selected = hidden.flatten(0, 1)[work.positions]
+            log_probs, entropy = head(selected, work.targets, work.inverse_temperature, with_entropy=work.entropy)
         return log_probs, entropy
 
     def _features(self, work: FeatureWork) -> list[Tensor]:

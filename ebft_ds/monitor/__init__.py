@@ -13,7 +13,7 @@ from ebft_ds.monitor.progress import ProgressReporter
 from ebft_ds.monitor.samples import SampleLog, SampleRow, read_samples, render_table
 from ebft_ds.monitor.summary import EvalResult, render_before_after
 from ebft_ds.monitor.text_metrics import char_ngram_f
-from ebft_ds.monitor.throughput import model_flops_utilisation, training_flops
+from ebft_ds.monitor.throughput import ModelSizes, model_flops_utilisation
 from ebft_ds.monitor.timing import StepTimer
 from ebft_ds.monitor.writer import MetricsWriter
 
@@ -24,6 +24,7 @@ __all__ = [
     "MetricKey",
     "MetricsAccumulator",
     "MetricsWriter",
+    "ModelSizes",
     "PeakMemory",
     "ProgressReporter",
     "SampleLog",
@@ -43,6 +44,5 @@ __all__ = [
     "setup_logging",
     "summarise_run",
     "take_cuda_peak",
-    "training_flops",
     "unknown_keys",
 ]

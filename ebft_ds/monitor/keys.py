@@ -22,7 +22,11 @@ class MetricKey(NamedTuple):
 _ROWS = [
     MetricKey("step", "steps", "Optimizer steps taken; strictly increasing from line to line."),
     MetricKey("epoch", "passes", "Passes over the prompts, as a fraction."),
-    MetricKey("num_prompts_seen", "prompts", "Prompts trained on since step 0, resumes included."),
+    MetricKey(
+        "num_prompts_seen",
+        "prompts",
+        "Prompts trained on since step 0, resumes included; once each, however often `num_iterations` uses them.",
+    ),
     MetricKey("policy_version", "steps", "Version of the weights after this step."),
     MetricKey("loss", "-", "What the optimizer minimised: policy loss plus the weighted further terms, over the global batch."),
     MetricKey("grad_norm", "-", "Global L2 norm of the gradient before clipping."),
@@ -48,12 +52,16 @@ _ROWS = [
     MetricKey("frac_reward_zero_std", "share", "Groups whose rewards are all equal (advantage 0)."),
     MetricKey("completions/mean_length", "tokens", "Mean completion length."),
     MetricKey("completions/clipped_ratio", "share", "Completions that ran into their token budget."),
-    MetricKey("sampling/importance_sampling_ratio/min", "-", "Smallest weight exp(trainer log-prob - engine log-prob), before the cap."),
+    MetricKey(
+        "sampling/importance_sampling_ratio/min",
+        "-",
+        "Smallest weight exp(trainer log-prob - engine log-prob), before the cap; the trainer as of the batch's first step.",
+    ),
     MetricKey("sampling/importance_sampling_ratio/mean", "-", "Mean of that weight over trained tokens."),
     MetricKey("sampling/importance_sampling_ratio/max", "-", "Largest such weight."),
     MetricKey("sampling/sampling_logp_difference/mean", "nats", "Mean absolute gap between trainer and engine log-probs."),
     MetricKey("sampling/sampling_logp_difference/max", "nats", "Largest such gap."),
-    MetricKey("staleness/mean", "steps", "Mean age of the trained groups' oldest tokens."),
+    MetricKey("staleness/mean", "steps", "Mean age of the trained groups' oldest tokens; it grows while `num_iterations` uses them again."),
     MetricKey("staleness/max", "steps", "Greatest such age."),
     MetricKey("staleness/dropped", "groups", "Groups dropped as too old since the last step; their prompts are rolled out again."),
     MetricKey("queue/depth", "groups", "Finished groups waiting when the step took its own."),
@@ -71,11 +79,25 @@ _ROWS = [
     MetricKey("time/sync", "s", "Weight push and probe."),
     MetricKey("time/save", "s", "Writing a checkpoint."),
     MetricKey("time/eval", "s", "Evaluation on held-out prompts."),
-    MetricKey("perf/tokens_per_s", "tokens/s", "Trained tokens (prompt and completion, no padding) per second of the step, all ranks."),
+    MetricKey(
+        "perf/tokens_per_s",
+        "tokens/s",
+        "Tokens trained on per second of the step, all ranks: every sequence with its own prompt, no padding, whatever of it was shared.",
+    ),
     MetricKey("perf/rollout_tokens_per_s", "tokens/s", "Sampled tokens per second of generation."),
-    MetricKey("perf/mfu", "share", "Model FLOPs over the hardware's peak; null where the peak is not known (CPU)."),
-    MetricKey("perf/padding_ratio", "share", "Padding among the tokens of the policy forwards."),
-    MetricKey("perf/prefix_sharing_ratio", "-", "Tokens without prefix sharing over tokens computed (1: nothing shared)."),
+    MetricKey(
+        "perf/mfu",
+        "share",
+        "FLOPs of the step's policy and feature passes over the hardware's peak (bf16) in the step's time. Only what must be computed "
+        "counts: a shared prompt once, no padding, nothing twice. null where the peak is not known (CPU).",
+    ),
+    MetricKey("perf/padding_ratio", "share", "Padding among the tokens of the step's policy and feature forwards."),
+    MetricKey(
+        "perf/prefix_sharing_ratio",
+        "-",
+        "Tokens of the step's policy and feature forwards if every sequence brought its own prompt, over tokens computed, padding left "
+        "out (1: nothing shared).",
+    ),
     MetricKey(
         "memory/peak_gb",
         "GB",

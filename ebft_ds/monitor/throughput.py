@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 PEAK_TFLOPS: dict[str, float] = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -15,22 +17,30 @@ PEAK_TFLOPS: dict[str, float] = {
 """Part of a GPU's name -> dense bf16 TFLOP/s of its data sheet; the first match counts."""
 
 
-def training_flops(
-    tokens: int,
-    *,
-    parameters: int,
-    trained_parameters: int,
-    feature_parameters: int = 0,
-    feature_tokens: int = 0,
-    recompute: bool = False,
-) -> float:
-    """FLOPs of one step's matrix products, by the usual count of two per parameter and token (attention scores left out).
+@dataclass(frozen=True)
+class ModelSizes:
+    """Parameters that take part in matrix products. An embedding table does as the output head only."""
 
-    Policy: forward 2P, backward through the activations 2P, weight gradients 2 per trained parameter (few with LoRA), one more
-    forward under gradient checkpointing. Feature network: forward only.
-    """
-    per_token = 4 * parameters + 2 * trained_parameters + (2 * parameters if recompute else 0)
-    return float(tokens * per_token + 2 * feature_tokens * feature_parameters)
+    blocks: int
+    trained_blocks: int
+    head: int
+    trained_head: int
+    feature_blocks: int
+    """Blocks of the feature network up to the deepest layer in use."""
+
+    def step_flops(self, *, tokens: int, head_positions: int, feature_tokens: int) -> float:
+        """FLOPs of one step's matrix products, by the usual count of two per parameter and token (attention scores left out).
+
+        Policy: forward 2P, backward through the activations 2P, weight gradients 2 per trained parameter (few with LoRA). Feature
+        network: forward only. What is computed a second time (gradient checkpointing, a trained head's logits) is not counted.
+
+        Args:
+            tokens: through the policy's blocks; `head_positions`: of these, the ones that reach the head.
+            feature_tokens: through the feature network.
+        """
+        blocks = tokens * (4 * self.blocks + 2 * self.trained_blocks)
+        head = head_positions * (4 * self.head + 2 * self.trained_head)
+        return float(blocks + head + 2 * feature_tokens * self.feature_blocks)
 
 
 def peak_flops(device_name: str | None) -> float | None:

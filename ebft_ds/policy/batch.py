@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ebft_ds.config.derived import train_token_budget
+from ebft_ds.config.sections import RunSection
 from ebft_ds.packing.packer import RowPacker
+from ebft_ds.packing.plan import Plan
 from ebft_ds.packing.rows import TokenRows
 from ebft_ds.types import Prompt, Rollout, RolloutGroup
 
@@ -77,6 +80,8 @@ class MicroBatch:
     """float32 [B]."""
     is_reference: Tensor
     """bool [B]."""
+    unshared_tokens: int
+    """Real tokens that these sequences take when no prompt is shared."""
 
     def scatter(self, values: Tensor) -> Tensor:
         """[N] values in the [B, T] layout, zeros elsewhere; differentiable."""
@@ -124,4 +129,35 @@ def build_micro_batch(
         sampling_logp=sampling.to(device),
         advantages=torch.tensor([s.advantage for s in sequences] or [0.0], dtype=torch.float32, device=device),
         is_reference=torch.tensor([s.is_reference for s in sequences] or [False], dtype=torch.bool, device=device),
+        unshared_tokens=laid_out.unshared_tokens,
     )
+
+
+@dataclass(frozen=True)
+class PolicyPacker:
+    """Plan and micro-batches of the policy's forwards: training, cross-entropy, log-probs without gradient.
+
+    Padded rows are counted (`max_sequences`), packed rows are measured (`token_budget`), where one more completion behind a shared
+    prompt costs little.
+    """
+
+    rows: RowPacker
+    max_sequences: int | None
+    token_budget: int | None
+
+    @classmethod
+    def for_run(cls, rows: RowPacker, run: RunSection, *, max_seq_length: int) -> PolicyPacker:
+        """The run's limits: `per_device_train_batch_size` padded rows, `train_token_budget` tokens."""
+        if rows.style == "padded":
+            return cls(rows, run.per_device_train_batch_size, run.train_token_budget)
+        return cls(rows, None, train_token_budget(run, max_seq_length=max_seq_length))
+
+    def plan(self, sequences: Sequence[TrainSequence], world_size: int) -> Plan:
+        """Pure: the same on every rank."""
+        return self.rows.plan(
+            sequences, world_size, token_budget=self.token_budget, max_sequences=self.max_sequences, budget_name="train_token_budget"
+        )
+
+    def build(self, sequences: Sequence[TrainSequence], *, temperature: float, device: torch.device | str = "cpu") -> MicroBatch:
+        """See `build_micro_batch`."""
+        return build_micro_batch(sequences, temperature=temperature, packer=self.rows, device=device)

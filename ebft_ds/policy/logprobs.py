@@ -7,6 +7,7 @@ the backward is then free of vocabulary-sized work. A trained head recomputes ea
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,10 +33,17 @@ class LogProbHead(nn.Linear):
         head.chunk_size, head.softcap = chunk_size, softcap
         return head
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, inverse_temperature: Tensor | None = None) -> Any:
-        """Logits [..., V]; with `targets` [N] and hidden [N, H]: (log-probs [N], entropy [N]), float32, natural log.
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        inverse_temperature: Tensor | None = None,
+        *,
+        with_entropy: bool = False,
+    ) -> Any:
+        """Logits [..., V]; with `targets` [N] and hidden [N, H]: (log-probs [N], entropy [N] or None), float32, natural log.
 
-        `inverse_temperature` [N] scales the logits before the softmax. The entropy carries no gradient.
+        `inverse_temperature` [N] scales the logits before the softmax. The entropy carries no gradient and costs a pass over each chunk.
         """
         if targets is None:
             return super().forward(hidden)
@@ -44,27 +52,43 @@ class LogProbHead(nn.Linear):
         frozen = not self.weight.requires_grad and (self.bias is None or not self.bias.requires_grad)
         if frozen and self.softcap is None:
             frozen_head: Any = _FrozenHeadLogProbs.apply
-            return frozen_head(hidden, self.weight, self.bias, targets, inverse_temperature, self.chunk_size)
+            return frozen_head(hidden, self.weight, self.bias, targets, inverse_temperature, self.chunk_size, with_entropy)
         trained_head: Any = _TrainedHeadLogProbs.apply
-        return trained_head(hidden, self.weight, self.bias, targets, inverse_temperature, self.chunk_size, self.softcap)
+        return trained_head(hidden, self.weight, self.bias, targets, inverse_temperature, self.chunk_size, self.softcap, with_entropy)
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse_temperature: Tensor, softcap: float | None) -> Tensor:
-    """Float32 logits [n, V] of one chunk, capped and scaled."""
+    """Float32 logits [n, V] of one chunk, capped and scaled; a tensor of its own, which the caller may overwrite."""
     logits = nn.functional.linear(hidden, weight, bias).float()
     if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    return logits * inverse_temperature[:, None]
+        logits.div_(softcap).tanh_().mul_(softcap)
+    return logits.mul_(inverse_temperature[:, None])
 
 
-def _log_softmax_stats(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-prob of the target [n], entropy [n], probabilities [n, V]); the probabilities take the logits' memory."""
-    target_logits = logits.gather(1, targets[:, None]).squeeze(1)
-    log_normalizer = torch.logsumexp(logits, dim=1)
-    probabilities = logits.sub(log_normalizer[:, None]).exp_()
-    # H = logZ - E_p[logit]: no log-prob tensor beside the probabilities is needed.
-    entropy = log_normalizer - torch.einsum("nv,nv->n", probabilities, logits)
-    return target_logits - log_normalizer, entropy, probabilities
+@dataclass
+class _Values:
+    """What a forward fills in, chunk by chunk."""
+
+    log_probs: Tensor
+    log_normalizers: Tensor
+    entropy: Tensor | None
+
+    @classmethod
+    def empty(cls, hidden: Tensor, with_entropy: bool) -> _Values:
+        log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        return cls(log_probs, torch.empty_like(log_probs), torch.empty_like(log_probs) if with_entropy else None)
+
+    def take(self, piece: slice, logits: Tensor, targets: Tensor) -> Tensor:
+        """Probabilities [n, V] of a chunk, written over its logits; log-probs and the like go to their places."""
+        log_normalizer = torch.logsumexp(logits, dim=1)
+        self.log_normalizers[piece] = log_normalizer
+        self.log_probs[piece] = logits.gather(1, targets[:, None]).squeeze(1) - log_normalizer
+        if self.entropy is None:
+            return logits.sub_(log_normalizer[:, None]).exp_()
+        probabilities = logits.sub(log_normalizer[:, None]).exp_()
+        # H = logZ - E_p[logit]: no further tensor of this size
+        self.entropy[piece] = log_normalizer - torch.einsum("nv,nv->n", probabilities, logits)
+        return probabilities
 
 
 class _FrozenHeadLogProbs(torch.autograd.Function):
@@ -72,35 +96,40 @@ class _FrozenHeadLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, inverse_temperature: Tensor, chunk: int
-    ) -> tuple[Tensor, Tensor]:
-        count = hidden.shape[0]
-        log_probs = torch.empty(count, dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(log_probs)
-        needs_grad = hidden.requires_grad
-        slopes = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device) if needs_grad else None
-        for start in range(0, count, chunk):
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        inverse_temperature: Tensor,
+        chunk: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        values = _Values.empty(hidden, with_entropy)
+        slopes = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device) if hidden.requires_grad else None
+        for start in range(0, hidden.shape[0], chunk):
             piece = slice(start, start + chunk)
-            logits = chunk_logits(hidden[piece], weight, bias, inverse_temperature[piece], None)
-            log_probs[piece], entropy[piece], probabilities = _log_softmax_stats(logits, targets[piece])
+            scale = inverse_temperature[piece]
+            probabilities = values.take(piece, chunk_logits(hidden[piece], weight, bias, scale, None), targets[piece])
             if slopes is not None:
                 expected = probabilities.to(weight.dtype) @ weight
-                slopes[piece] = (weight[targets[piece]].float() - expected.float()) * inverse_temperature[piece, None]
+                slopes[piece] = (weight[targets[piece]].float() - expected.float()) * scale[:, None]
         if slopes is not None:
             ctx.save_for_backward(slopes)
         ctx.dtype = hidden.dtype
-        ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
+        if values.entropy is not None:
+            ctx.mark_non_differentiable(values.entropy)
+        return values.log_probs, values.entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         (slopes,) = ctx.saved_tensors
-        return (grad_log_probs[:, None] * slopes).to(ctx.dtype), None, None, None, None, None
+        return (grad_log_probs[:, None] * slopes).to(ctx.dtype), None, None, None, None, None, None
 
 
 class _TrainedHeadLogProbs(torch.autograd.Function):
-    """Recomputes each chunk's logits in the backward and differentiates them there; weight gradients accumulate in float32."""
+    """Recomputes each chunk's logits in the backward; weight gradients accumulate in float32."""
 
     @staticmethod
     def forward(
@@ -112,39 +141,48 @@ class _TrainedHeadLogProbs(torch.autograd.Function):
         inverse_temperature: Tensor,
         chunk: int,
         softcap: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        count = hidden.shape[0]
-        log_probs = torch.empty(count, dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(log_probs)
-        for start in range(0, count, chunk):
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        values = _Values.empty(hidden, with_entropy)
+        for start in range(0, hidden.shape[0], chunk):
             piece = slice(start, start + chunk)
-            logits = chunk_logits(hidden[piece], weight, bias, inverse_temperature[piece], softcap)
-            log_probs[piece], entropy[piece], _ = _log_softmax_stats(logits, targets[piece])
-        ctx.save_for_backward(hidden, weight, bias, targets, inverse_temperature)
+            values.take(piece, chunk_logits(hidden[piece], weight, bias, inverse_temperature[piece], softcap), targets[piece])
+        ctx.save_for_backward(hidden, weight, bias, targets, inverse_temperature, values.log_normalizers)
         ctx.chunk, ctx.softcap = chunk, softcap
-        ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
+        if values.entropy is not None:
+            ctx.mark_non_differentiable(values.entropy)
+        return values.log_probs, values.entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, inverse_temperature = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        # Leaves of their own: the parameters' .grad and ZeRO-3's gradient hooks must only see the final sum.
-        wanted = [t for t in (weight, bias) if t is not None and t.requires_grad]
-        leaves = [t.detach().requires_grad_(True) for t in wanted]
-        totals = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in wanted]
-        by_id = {id(t): leaf for t, leaf in zip(wanted, leaves, strict=True)}
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, inverse_temperature, log_normalizers = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # Sums in float32 outside the parameters: their .grad and ZeRO-3's gradient hooks must only see the final one.
+        weight_sum = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
+        bias_sum = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if ctx.needs_input_grad[2] else None
         for start in range(0, hidden.shape[0], ctx.chunk):
             piece = slice(start, start + ctx.chunk)
-            with torch.enable_grad():
-                chunk_hidden = hidden[piece].detach().requires_grad_(True)
-                chunk_bias = None if bias is None else by_id.get(id(bias), bias)
-                logits = chunk_logits(chunk_hidden, by_id.get(id(weight), weight), chunk_bias, inverse_temperature[piece], ctx.softcap)
-                log_probs = logits.gather(1, targets[piece, None]).squeeze(1) - torch.logsumexp(logits, dim=1)
-            grads = torch.autograd.grad(log_probs, [chunk_hidden, *leaves], grad_log_probs[piece])
-            grad_hidden[piece] = grads[0]
-            for total, grad in zip(totals, grads[1:], strict=True):
-                total.add_(grad)
-        final = {id(t): total.to(t.dtype) for t, total in zip(wanted, totals, strict=True)}
-        return grad_hidden, final.get(id(weight)), None if bias is None else final.get(id(bias)), None, None, None, None
+            scale = inverse_temperature[piece]
+            logits = chunk_logits(hidden[piece], weight, bias, scale, ctx.softcap)
+            slope = _logit_gradient(logits, targets[piece], log_normalizers[piece], grad_log_probs[piece], scale, ctx.softcap)
+            if bias_sum is not None:
+                bias_sum.add_(slope.sum(dim=0))
+            slope = slope.to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(slope, weight, out=grad_hidden[piece])
+            if weight_sum is not None and weight.dtype == torch.float32:
+                weight_sum.addmm_(slope.T, hidden[piece])
+            elif weight_sum is not None:
+                weight_sum.add_(slope.T @ hidden[piece])
+        weight_grad = None if weight_sum is None else weight_sum.to(weight.dtype)
+        return grad_hidden, weight_grad, None if bias_sum is None else bias_sum.to(bias.dtype), None, None, None, None, None
+
+
+def _logit_gradient(logits: Tensor, targets: Tensor, log_normalizers: Tensor, grad: Tensor, scale: Tensor, softcap: float | None) -> Tensor:
+    """Gradient [n, V] of sum(grad * log-prob) by the head's raw outputs, written over the scaled logits."""
+    inner = None if softcap is None else (logits / (softcap * scale[:, None])).square_().neg_().add_(1.0)  # 1 - tanh^2
+    factor = (grad * scale)[:, None]
+    slope = logits.sub_(log_normalizers[:, None]).exp_().mul_(-factor)
+    slope.scatter_add_(1, targets[:, None], factor)
+    return slope if inner is None else slope.mul_(inner)

@@ -1,13 +1,13 @@
 """The rollout feed on rank 0: which prompts are in flight, what is fresh enough to train on, what must be rolled out again.
 
 Pure bookkeeping over a client; METHOD section 5 in three rules. With S = max_staleness, t the next step to be fed (its number is the
-trainer's policy version) and e the version that the engine holds:
+trainer's policy version), e the version that the engine holds, and m = num_iterations steps from one feeding to the next:
 
-- Admission. At most (S + 1 - (t - e)) * groups_per_step groups are in flight or waiting: never more than (S + 1) groups_per_step,
-  fewer while the engine lags, because a prompt submitted beyond that could only come back too old. S = 0 thus submits nothing
-  before the step's weights are in the engine.
+- Admission. At most ((S - (t - e)) // m + 1) * groups_per_step groups are in flight or waiting: never more than
+  (S // m + 1) groups_per_step, fewer while the engine lags, because a prompt submitted beyond that could only come back too old.
+  S = 0 thus submits nothing before the step's weights are in the engine.
 - Guard. Groups are taken oldest first; one whose oldest sampled token would be older than S is dropped, counted, and its prompt
-  rolled out again (attempt + 1) before any new one.
+  rolled out again (attempt + 1) before any new one. The guard looks at the first step on a group; in the following ones it is older.
 - No starvation. A prompt that was dropped once goes first and is waited for: no step starts after which the second attempts still in
   flight could not all be trained in time. With a push every step no prompt is dropped twice, however slow it is.
 """
@@ -77,12 +77,14 @@ class RolloutFeed:
         groups_per_step: int,
         max_staleness: int,
         make_request: MakeRequest,
+        num_iterations: int = 1,
     ) -> None:
         self._client = client
         self._stream = stream
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._make_request = make_request
+        self._num_iterations = num_iterations
         self._next_index = 0
         self._next_step: PolicyVersion = 0
         self._again: list[tuple[int, int]] = []
@@ -93,14 +95,16 @@ class RolloutFeed:
         self._evaluated: dict[int, RolloutGroup] = {}
         self._dropped = 0
         self._prompts_seen = 0
-        self._ages: list[int] = []
+        self._trained: list[PolicyVersion] = []
+        """Oldest versions of the groups taken last."""
+        self._trained_at: PolicyVersion = 0
 
     def top_up(self, version: PolicyVersion) -> int:
         """Submit as many prompts as admission allows at trainer version `version`; returns how many. Never blocks."""
         step = self._step(version)
         self._drop_stale(step)
         engine_version = self._client.policy_version
-        capacity = (self._max_staleness + 1 - (step - engine_version)) * self._groups_per_step
+        capacity = ((self._max_staleness - (step - engine_version)) // self._num_iterations + 1) * self._groups_per_step
         room = capacity - len(self._in_flight) - len(self._waiting)
         requests = [self._next_request() for _ in range(max(0, room))]
         for request in requests:
@@ -128,8 +132,8 @@ class RolloutFeed:
             return False
         return not self._would_starve(step)
 
-    def take(self, version: PolicyVersion) -> list[RolloutGroup]:
-        """The step's groups_per_step groups, in order of prompt.index.
+    def take(self, version: PolicyVersion, steps: int = 1) -> list[RolloutGroup]:
+        """The groups_per_step groups of this step and of `steps - 1` further ones (`reuse`), in order of prompt.index.
 
         Raises:
             RolloutError: called before `ready(version)`.
@@ -142,10 +146,17 @@ class RolloutFeed:
         chosen = self._choose()
         for group in chosen:
             del self._waiting[group.prompt.index]
-        self._ages = [version - oldest for group in chosen if (oldest := group.oldest_version) is not None]
-        self._next_step = version + 1
+        self._trained = [oldest for group in chosen if (oldest := group.oldest_version) is not None]
+        self._trained_at = version
+        self._next_step = version + steps
         self._prompts_seen += len(chosen)
         return sorted(chosen, key=lambda group: group.prompt.index)
+
+    def reuse(self, version: PolicyVersion) -> None:
+        """A further step on the groups taken last, which are older by now. Never blocks; newer weights may let new prompts in."""
+        self._trained_at = version
+        self.poll(0.0)
+        self.top_up(version)
 
     def roll_out(self, requests: Sequence[RolloutRequest], timeout: float) -> list[RolloutGroup]:
         """Run evaluation requests (negative indices) and return their groups in the order of the requests.
@@ -200,12 +211,13 @@ class RolloutFeed:
 
     def stats(self) -> FeedStats:
         """Counters for the log."""
+        ages = [self._trained_at - oldest for oldest in self._trained]
         return FeedStats(
             dropped=self._dropped,
             queue_depth=len(self._waiting),
             in_flight=len(self._in_flight),
-            staleness_mean=sum(self._ages) / len(self._ages) if self._ages else 0.0,
-            staleness_max=max(self._ages, default=0),
+            staleness_mean=sum(ages) / len(ages) if ages else 0.0,
+            staleness_max=max(ages, default=0),
             prompts_seen=self._prompts_seen,
         )
 
@@ -234,7 +246,7 @@ class RolloutFeed:
         self._prompts_seen = int(state["prompts_seen"])
 
     def _step(self, version: PolicyVersion) -> PolicyVersion:
-        """The step that the next `take` feeds: between `take(t)` and the optimizer step, groups are gathered for t + 1 already."""
+        """The step that the next `take` feeds: from `take(t)` on, groups are gathered for the first step that will not reuse them."""
         return max(version, self._next_step)
 
     def _next_request(self) -> RolloutRequest:
@@ -263,8 +275,8 @@ class RolloutFeed:
     def _would_starve(self, step: PolicyVersion) -> bool:
         """Would a step now leave a second attempt in flight without room before its last step (the version it was begun with + S)?
 
-        k steps have room for k * groups_per_step groups, taken earliest last step first. Only groups in flight count as a reason to
-        wait: for those waiting would change something.
+        k steps have room for (k // num_iterations) * groups_per_step groups, taken earliest last step first. Only groups in flight count
+        as a reason to wait: for those waiting would change something.
         """
         chosen = {group.prompt.index for group in self._choose()}
         in_flight = [flight.engine_version + self._max_staleness for flight in self._in_flight.values() if flight.request.attempt > 0]
@@ -274,7 +286,7 @@ class RolloutFeed:
             if group.attempt > 0 and index not in chosen and (oldest := group.oldest_version) is not None
         ]
         return any(
-            sum(other <= last_step for other in (*in_flight, *waiting)) > (last_step - step) * self._groups_per_step
+            sum(other <= last_step for other in (*in_flight, *waiting)) > (last_step - step) // self._num_iterations * self._groups_per_step
             for last_step in in_flight
         )
 

@@ -23,6 +23,7 @@ from ebft_ds.data.stream import PromptStream
 from ebft_ds.engine.build import accelerator_count
 from ebft_ds.errors import ConfigError
 from ebft_ds.features.scorer import EBFTScorer
+from ebft_ds.policy.batch import PolicyPacker
 from ebft_ds.rollout.client import RolloutClient
 from ebft_ds.rollout.feed import RolloutFeed
 from ebft_ds.rollout.spec import RolloutProcessSpec
@@ -201,6 +202,7 @@ def _build_beside(
             groups_per_step=checked.derived.groups_per_step,
             max_staleness=config.rollout.max_staleness,
             make_request=_training_requests(config, sampling),
+            num_iterations=config.loss.num_iterations,
         )
         if client is not None
         else None
@@ -225,12 +227,11 @@ def _build_beside(
         engines.kl_reference,
         collectives,
         loss=config.loss,
-        method=config.method,
         rollout=config.rollout,
         run=config.run,
         temperature=sampling.temperature,
         check_stop=desk.check_stop,
-        packer=engines.packer,
+        packer=_policy_packer(config, engines),
     )
     return RunParts(
         collectives=collectives,
@@ -292,5 +293,9 @@ def _build_evaluation(
         desk,
         checked.tokenizer,
         collectives,
-        batch_size=config.run.per_device_train_batch_size,
+        packer=_policy_packer(config, engines),
     )
+
+
+def _policy_packer(config: AsyncEBFTConfig, engines: Engines) -> PolicyPacker:
+    return PolicyPacker.for_run(engines.packer, config.run, max_seq_length=config.data.max_seq_length)

@@ -1,6 +1,9 @@
 """AsyncEBFTTrainer: the training loop. Synchronous training is the same loop with `max_staleness: 0`.
 
 groups -> scores -> advantages -> micro-batches -> optimizer step (policy version + 1) -> merge check and push
+
+With `num_iterations` above 1 the following steps begin at the micro-batches of the same groups. A run that is saved in between (a stop
+signal, the last step) resumes with new groups: what was left of the batch's iterations is dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from ebft_ds.trainers.assembly import RunParts, build_parts
 from ebft_ds.trainers.callbacks import TrainerCallback, TrainerControl, TrainerState
 from ebft_ds.trainers.inputs import RunInputs, prepare_run
 from ebft_ds.trainers.objectives import FurtherObjectives
+from ebft_ds.trainers.policy_step import StepBatch
 from ebft_ds.trainers.report import RunReport
+from ebft_ds.trainers.step_work import log_scoring_work
 from ebft_ds.trainers.stop_signal import StopSignal
 from ebft_ds.types import RolloutGroup
 
@@ -75,6 +80,12 @@ class AsyncEBFTTrainer:
         self._open_report: RunReport | None = None
         self._engine_checked = False
         """The rollout engine has been shown to hold the trainer's weights in this process."""
+        self._batch: StepBatch | None = None
+        """What the last step trained on, for the further ones of `num_iterations`."""
+        self._batch_ends = 0
+        """First step that takes new groups."""
+        self._save_asked = False
+        """A callback asked in the middle of a batch; granted at its end."""
         self._feed_state: dict[str, Any] = {}
         """Rank 0: the rollout side as of the last finished step; what an interrupted step took is rolled out again."""
 
@@ -123,6 +134,7 @@ class AsyncEBFTTrainer:
 
     def _build(self, *, record: bool = True) -> RunParts:
         self.state, self._feed_state, self._engine_checked = TrainerState(), {}, False
+        self._batch, self._batch_ends, self._save_asked = None, 0, False
         prepared = prepare_run(self.args, self._inputs, record=record)
         self.args = prepared.config
         self._objectives = FurtherObjectives(self.args.loss.reward_funcs, self._reward_functions, self.args)
@@ -164,23 +176,12 @@ class AsyncEBFTTrainer:
         """One optimizer step, from groups to the push."""
         step = self.state.step
         metrics, timer = MetricsAccumulator(), self._report.timer
-        rl_coef, ce_coef = self._coefficients(step)
-        if not self._rolls_out(step):
-            prompts = parts.desk.references(self._reference_count(parts, step))
-            with timer("policy"):
-                parts.policy.on_references(step, prompts, ce_coef=ce_coef, metrics=metrics)
-            seen = len(prompts)
-        else:
+        if self._rolls_out(step):
             self._bring_engine_up_to_date(parts)
-            with timer("wait_rollout"):
-                groups = parts.desk.next_groups(step)
-            self._call("on_groups", groups)
-            with timer("score"):
-                scores, advantages = self._score(parts, groups)
-            with timer("policy"):
-                parts.policy.on_groups(step, groups, advantages, rl_coef=rl_coef, ce_coef=ce_coef, metrics=metrics)
-            self._describe(parts, groups, scores, advantages, metrics)
-            seen = len(groups)
+            again = self._batch is not None and step < self._batch_ends
+            seen = self._train_again(parts, step, metrics) if again else self._train_on_new_groups(parts, step, metrics)
+        else:
+            seen = self._train_on_references(parts, step, metrics)
         with timer("optim"):
             grad_norm, learning_rate = parts.engines.actor.step(step)
         self.state.step += 1
@@ -190,6 +191,36 @@ class AsyncEBFTTrainer:
         self._feed_state = parts.desk.state_dict()
         self._report.step(self.state, metrics, sync, grad_norm, learning_rate, self.callbacks, control)
         self._after_step(parts, control)
+
+    def _train_on_references(self, parts: RunParts, step: int, metrics: MetricsAccumulator) -> int:
+        """Returns how many prompts were trained on, as the two below."""
+        prompts = parts.desk.references(self._reference_count(parts, step))
+        with self._report.timer("policy"):
+            parts.policy.on_references(step, prompts, ce_coef=self._coefficients(step)[1], metrics=metrics)
+        return len(prompts)
+
+    def _train_on_new_groups(self, parts: RunParts, step: int, metrics: MetricsAccumulator) -> int:
+        rl_coef, ce_coef = self._coefficients(step)
+        timer, iterations = self._report.timer, self.args.loss.num_iterations
+        # Batches begin at fixed steps, also after a resume in the middle of one, so that checkpoints go on lying between them.
+        self._batch_ends = step + iterations - (step - self.args.loss.warm_start_steps) % iterations
+        with timer("wait_rollout"):
+            groups = parts.desk.next_groups(step, self._batch_ends - step)
+        self._call("on_groups", groups)
+        with timer("score"):
+            scores, advantages = self._score(parts, groups)
+        with timer("policy"):
+            self._batch = parts.policy.on_groups(step, groups, advantages, rl_coef=rl_coef, ce_coef=ce_coef, metrics=metrics)
+        self._describe(parts, groups, scores, advantages, metrics)
+        return len(groups)
+
+    def _train_again(self, parts: RunParts, step: int, metrics: MetricsAccumulator) -> int:
+        rl_coef, ce_coef = self._coefficients(step)
+        assert self._batch is not None
+        parts.desk.reuse(step)
+        with self._report.timer("policy"):
+            parts.policy.again(step, self._batch, rl_coef=rl_coef, ce_coef=ce_coef, metrics=metrics)
+        return 0
 
     def _coefficients(self, step: int) -> tuple[float, float]:
         loss, method = self.args.loss, self.args.method
@@ -224,6 +255,7 @@ class AsyncEBFTTrainer:
     ) -> None:
         if parts.collectives.is_main:
             log_scores(scores, metrics)
+            log_scoring_work(scores, metrics)
             self._objectives.log(metrics)
         scored = self._report.groups(self.state, groups, scores, advantages, metrics)
         self._call("on_scored", scored)
@@ -240,8 +272,10 @@ class AsyncEBFTTrainer:
         if evaluate or (every and step % every == 0 and not last):
             self._evaluate(parts)
         every = options.checkpoint.save_steps
-        if save or (every and step % every == 0 and not (last and options.checkpoint.save_at_end)):
+        self._save_asked |= bool(save) or bool(every and step % every == 0 and not (last and options.checkpoint.save_at_end))
+        if self._save_asked and (step >= self._batch_ends or last or stop):
             self._save(parts)
+            self._save_asked = False
 
     def _bring_engine_up_to_date(self, parts: RunParts) -> None:
         """Before rollouts: the engines must hold the trainer's weights. The first time in this process the probe must agree as well;

@@ -14,8 +14,7 @@ from ebft_ds.errors import DataError
 from ebft_ds.features.scorer import EBFTScorer, Scores
 from ebft_ds.monitor.summary import EvalResult
 from ebft_ds.monitor.text_metrics import char_ngram_f
-from ebft_ds.packing.packer import RowPacker
-from ebft_ds.policy.batch import build_micro_batch, reference_sequence
+from ebft_ds.policy.batch import PolicyPacker, reference_sequence
 from ebft_ds.trainers.rollout_desk import RolloutDesk
 from ebft_ds.types import Prompt, RolloutGroup, RolloutRequest
 
@@ -26,6 +25,7 @@ class HeldOutEvaluation:
     Args:
         scorer: the trained pooling, without whitening.
         other_scorer: the same with another pooling: a loss that training does not push on directly.
+        packer: how the references' rows are cut and laid out.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class HeldOutEvaluation:
         tokenizer: PreTrainedTokenizerBase,
         collectives: Collectives,
         *,
-        batch_size: int,
+        packer: PolicyPacker,
     ) -> None:
         self.prompts = list(prompts)
         self._make_request = make_request
@@ -49,7 +49,7 @@ class HeldOutEvaluation:
         self._desk = desk
         self._tokenizer = tokenizer
         self._collectives = collectives
-        self._batch_size = batch_size
+        self._packer = packer
 
     def run(self, version: int) -> tuple[EvalResult, list[RolloutGroup]]:
         """The numbers and the completions they were measured on. `version`: the trainer's, which the engines hold."""
@@ -62,10 +62,10 @@ class HeldOutEvaluation:
     def reference_cross_entropy(self) -> float:
         """Nats per token of the held-out references under the actor."""
         sequences = [reference_sequence(i, prompt) for i, prompt in enumerate(self.prompts)]
-        plan = RowPacker().plan(sequences, self._collectives.world_size, max_sequences=self._batch_size)
+        plan = self._packer.plan(sequences, self._collectives.world_size)
         total, tokens = 0.0, 0
         for indices in plan.ranks[self._collectives.rank]:
-            batch = build_micro_batch([sequences[i] for i in indices], temperature=1.0, device=self._actor.device)
+            batch = self._packer.build([sequences[i] for i in indices], temperature=1.0, device=self._actor.device)
             work = LogProbWork(batch.rows, batch.positions, batch.targets, batch.inverse_temperature)
             log_probs, _ = self._actor.frozen_log_probs(work)
             if indices:

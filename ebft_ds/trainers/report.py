@@ -21,13 +21,14 @@ from ebft_ds.monitor.metrics import Metric, MetricsAccumulator, reduce_over_rank
 from ebft_ds.monitor.progress import ProgressReporter
 from ebft_ds.monitor.samples import SampleLog, SampleRow, render_table
 from ebft_ds.monitor.summary import EvalResult, render_before_after
-from ebft_ds.monitor.throughput import model_flops_utilisation, training_flops
+from ebft_ds.monitor.throughput import model_flops_utilisation
 from ebft_ds.monitor.timing import StepTimer
 from ebft_ds.monitor.writer import MetricsWriter
 from ebft_ds.sync.push import SyncReport
-from ebft_ds.sync.source import full_numel
 from ebft_ds.trainers.assembly import RunParts
 from ebft_ds.trainers.callbacks import TrainerCallback, TrainerControl, TrainerState
+from ebft_ds.trainers.model_sizes import model_sizes
+from ebft_ds.trainers.step_work import StepWork
 from ebft_ds.types import RolloutGroup, ScoredGroup
 
 
@@ -49,9 +50,7 @@ class RunReport:
         self._dropped_before = stats.dropped if stats is not None else 0
         self._step_seconds = 0.0
         self._device_name = torch.cuda.get_device_name() if cuda else None
-        parameters = list(parts.engines.actor.network.parameters())
-        self._size = sum(full_numel(p) for p in parameters)
-        self._trained_size = sum(full_numel(p) for p in parameters if p.requires_grad)
+        self._sizes = model_sizes(parts.engines)
         self._writer: MetricsWriter | None = None
         self._progress: ProgressReporter | None = None
         self._samples: SampleLog | None = None
@@ -108,10 +107,10 @@ class RunReport:
         reduced: dict[str, float | None] = dict(
             reduce_over_ranks(metrics.take(), lambda local: [_as_metrics(share) for share in gather(_as_builtins(local))])
         )
-        trained_tokens = reduced.pop("perf/trained_tokens", None) or 0.0
+        work = StepWork.take(reduced)
         reduced |= times
-        reduced["perf/tokens_per_s"] = trained_tokens / times["time/step"]
-        reduced["perf/mfu"] = self._mfu(int(trained_tokens), times["time/step"])
+        reduced["perf/tokens_per_s"] = work.trained / times["time/step"]
+        reduced["perf/mfu"] = self._mfu(work, times["time/step"])
         reduced |= {
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
@@ -141,10 +140,8 @@ class RunReport:
             self._dropped_before = stats.dropped
         return {name: value for name, value in values.items() if value is not None}
 
-    def _mfu(self, tokens: int, seconds: float) -> float | None:
-        flops = training_flops(
-            tokens, parameters=self._size, trained_parameters=self._trained_size, recompute=self._config.model.gradient_checkpointing
-        )
+    def _mfu(self, work: StepWork, seconds: float) -> float | None:
+        flops = self._sizes.step_flops(tokens=work.computed, head_positions=work.head, feature_tokens=work.features)
         return model_flops_utilisation(flops, seconds, devices=self._parts.collectives.world_size, device_name=self._device_name)
 
     def evaluation(self, state: TrainerState, result: EvalResult, groups: Sequence[RolloutGroup]) -> None:

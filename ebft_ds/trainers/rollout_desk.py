@@ -70,8 +70,9 @@ class RolloutDesk:
         """Collective in effect: from now on engines without their weights are repaired while waiting."""
         self._repair = repair
 
-    def next_groups(self, version: int) -> list[RolloutGroup]:
-        """Collective: the groups of the step that starts from policy `version`; rollouts of later steps are under way afterwards.
+    def next_groups(self, version: int, steps: int = 1) -> list[RolloutGroup]:
+        """Collective: the groups of the step that starts from policy `version`, which `steps - 1` further ones will train on again;
+        rollouts of later steps are under way afterwards.
 
         Raises:
             RolloutError (rank 0) or PeerError: the rollout side failed. Preempted: a stop signal was agreed on.
@@ -86,7 +87,7 @@ class RolloutDesk:
 
         self._begin_turn()
         self._wait(lambda: self._feed is not None and self._advance(self._feed, version), report, version)
-        groups = self._hand_out(version)
+        groups = self._hand_out(version, steps)
         self._end_turn()
         return groups
 
@@ -146,11 +147,16 @@ class RolloutDesk:
         feed.poll(WAIT_SLICE)
         return feed.ready(version)
 
-    def _hand_out(self, version: int) -> list[RolloutGroup]:
+    def reuse(self, version: int) -> None:
+        """Collective: the step that starts from policy `version` trains on the groups handed out last; rollouts go on meanwhile."""
+        feed = self._feed
+        self.on_main(lambda: feed.reuse(version) if feed is not None else None)
+
+    def _hand_out(self, version: int, steps: int) -> list[RolloutGroup]:
         def take() -> list[RolloutGroup] | None:
             if self._feed is None:
                 return None
-            groups = self._feed.take(version)
+            groups = self._feed.take(version, steps)
             self._feed.top_up(version)  # keeps the engine busy while the ranks train
             return groups
 

@@ -11,6 +11,8 @@ from ebft_ds.collectives import Collectives
 from ebft_ds.config import AsyncEBFTConfig
 from ebft_ds.config.derived import derive
 from ebft_ds.engine.loading import lora_config
+from ebft_ds.packing.packer import RowPacker
+from ebft_ds.policy.batch import PolicyPacker
 from ebft_ds.trainers.engines import Engines, build_engines
 from ebft_ds.trainers.policy_step import PolicyStep
 from ebft_ds.types import Prompt, Rollout, RolloutGroup, TokenSpan
@@ -47,18 +49,20 @@ def random_adapter(config: AsyncEBFTConfig) -> PeftConfig:
     return adapter
 
 
-def make_policy(config: AsyncEBFTConfig, engines: Engines, collectives: Collectives, **loss: Any) -> PolicyStep:
-    """The configuration's PolicyStep, with some loss fields changed."""
+def make_policy(
+    config: AsyncEBFTConfig, engines: Engines, collectives: Collectives, packer: RowPacker | None = None, **loss: Any
+) -> PolicyStep:
+    """The configuration's PolicyStep over `packer`'s rows (default: as the engines have it), with some loss fields changed."""
     return PolicyStep(
         engines.actor,
         engines.kl_reference,
         collectives,
         loss=config.loss.model_copy(update=loss),
-        method=config.method,
         rollout=config.rollout,
         run=config.run,
         temperature=config.rollout.temperature,
         check_stop=lambda: None,
+        packer=PolicyPacker.for_run(packer or engines.packer, config.run, max_seq_length=config.data.max_seq_length),
     )
 
 

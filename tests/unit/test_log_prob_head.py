@@ -36,7 +36,7 @@ class Case:
         return log_p.gather(1, self.targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=1)
 
     def chunked(self) -> tuple[Tensor, Tensor]:
-        log_probs, entropy = self.head(self.hidden, self.targets, self.inverse_temperature)
+        log_probs, entropy = self.head(self.hidden, self.targets, self.inverse_temperature, with_entropy=True)
         return log_probs, entropy
 
     def gradients(self, log_probs: Tensor) -> list[Tensor]:
@@ -74,6 +74,19 @@ def test_without_targets_it_is_the_linear_layer_it_replaced() -> None:
     assert case.head.weight is case.linear.weight
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_without_entropy_no_second_chunk_is_made_for_it(trained: bool) -> None:
+    case = Case(bias=False, trained=trained, chunk=3, softcap=None)
+    with LogitSizedResults() as seen:
+        log_probs, entropy = case.head(case.hidden, case.targets, case.inverse_temperature)
+    assert entropy is None
+    torch.testing.assert_close(log_probs, case.plain()[0], rtol=1e-5, atol=1e-5)
+    with LogitSizedResults() as with_entropy:
+        case.chunked()
+    chunks = -(-COUNT // 3)
+    assert (seen.made, with_entropy.made) == (chunks, 2 * chunks)
+
+
 def test_temperature_defaults_to_one() -> None:
     case = Case(bias=False, trained=True, chunk=3, softcap=None)
     case.inverse_temperature = torch.ones(COUNT)
@@ -103,6 +116,20 @@ class LargestLogits(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[1] == VOCAB:
                 self.rows = max(self.rows, tensor.shape[0])
+        return result
+
+
+class LogitSizedResults(TorchDispatchMode):
+    """How many new [n, VOCAB] tensors operations made; what is written in place is not new."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(args) if isinstance(tensor, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[1] == VOCAB:
+                self.made += tensor.untyped_storage().data_ptr() not in known
         return result
 
 

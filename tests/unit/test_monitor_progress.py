@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from ebft_ds.monitor import PeakMemory, ProgressReporter, StepTimer, model_flops_utilisation, training_flops
+from ebft_ds.monitor import ModelSizes, PeakMemory, ProgressReporter, StepTimer, model_flops_utilisation
 from ebft_ds.monitor.progress import format_seconds
 from ebft_ds.monitor.throughput import peak_flops
 
@@ -144,9 +144,11 @@ def test_an_accelerators_peak_is_used_where_there_is_one() -> None:
 
 
 def test_flops() -> None:
-    assert training_flops(10, parameters=100, trained_parameters=100) == 10 * 600
-    assert training_flops(10, parameters=100, trained_parameters=0, recompute=True) == 10 * 600
-    assert training_flops(10, parameters=100, trained_parameters=100, feature_parameters=50, feature_tokens=4) == 6000 + 400
+    full = ModelSizes(blocks=100, trained_blocks=100, head=30, trained_head=30, feature_blocks=50)
+    assert full.step_flops(tokens=10, head_positions=0, feature_tokens=0) == 10 * 600
+    assert full.step_flops(tokens=10, head_positions=7, feature_tokens=4) == 10 * 600 + 7 * 180 + 4 * 100
+    adapter = ModelSizes(blocks=100, trained_blocks=2, head=30, trained_head=0, feature_blocks=50)
+    assert adapter.step_flops(tokens=10, head_positions=7, feature_tokens=4) == 10 * 404 + 7 * 120 + 4 * 100
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert model_flops_utilisation(989e12, 2.0, devices=2, device_name="NVIDIA H200") == 0.25

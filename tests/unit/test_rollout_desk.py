@@ -38,7 +38,7 @@ class LateFeed:
     def poll(self, timeout: float) -> int:
         return 0
 
-    def take(self, version: int) -> list[RolloutGroup]:
+    def take(self, version: int, steps: int) -> list[RolloutGroup]:
         self._events.append("take")
         return [GROUP]
 

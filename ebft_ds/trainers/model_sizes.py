@@ -1,0 +1,44 @@
+"""How many parameters a token passes through, for the FLOPs of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from ebft_ds.engine.network import decoder_layers
+from ebft_ds.monitor.throughput import ModelSizes
+from ebft_ds.sync.source import full_numel
+from ebft_ds.trainers.engines import Engines
+
+
+def model_sizes(engines: Engines) -> ModelSizes:
+    """Of whole parameters, however they are partitioned; of experts, the share that a token is sent to."""
+    actor = engines.actor.network
+    head = list(actor.base_model.get_output_embeddings().parameters())
+    trained_head = [p for p in head if p.requires_grad]  # a head trained beside an adapter keeps its frozen original, unused
+    other = {id(p) for p in (*head, *actor.base_model.get_input_embeddings().parameters())}
+    blocks = [(name, p) for name, p in actor.named_parameters() if id(p) not in other]
+    share = expert_share(actor.base_model.config)
+    features = (engines.frozen_copy or engines.actor).network
+    _, layers = decoder_layers(features.body)
+    frozen = [(name, p) for name, p in layers[: max(engines.layer_indices)].named_parameters() if not p.requires_grad]
+    return ModelSizes(
+        blocks=_count(blocks, share),
+        trained_blocks=_count([(name, p) for name, p in blocks if p.requires_grad], share),
+        head=sum(full_numel(p) for p in trained_head or head),
+        trained_head=sum(full_numel(p) for p in trained_head),
+        feature_blocks=_count(frozen, expert_share(features.base_model.config)),
+    )
+
+
+def expert_share(config: PretrainedConfig) -> float:
+    """Experts per token over experts per block; 1 without experts."""
+    fields = config.get_text_config().to_dict()
+    total = next((fields[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if fields.get(name)), None)
+    return 1.0 if total is None else int(fields["num_experts_per_tok"]) / int(total)
+
+
+def _count(parameters: Iterable[tuple[str, nn.Parameter]], share: float) -> int:
+    return round(sum(full_numel(p) * (share if ".experts." in name else 1.0) for name, p in parameters))
