@@ -22,6 +22,7 @@ from ebft_ds.data.split import TrainAndEval, eval_prompts
 from ebft_ds.data.stream import PromptStream
 from ebft_ds.engine.build import accelerator_count
 from ebft_ds.errors import ConfigError
+from ebft_ds.features.reference_cache import ReferenceCache
 from ebft_ds.features.scorer import EBFTScorer
 from ebft_ds.policy.batch import PolicyPacker
 from ebft_ds.rollout.client import RolloutClient
@@ -33,6 +34,7 @@ from ebft_ds.trainers.evaluation import HeldOutEvaluation
 from ebft_ds.trainers.policy_step import PolicyStep
 from ebft_ds.trainers.rollout_desk import RolloutDesk
 from ebft_ds.trainers.rollout_servers import RolloutServers
+from ebft_ds.trainers.scorers import Scorers, build_scorers
 from ebft_ds.trainers.stop_signal import StopSignal
 from ebft_ds.trainers.weights import build_sync, start_servers, weight_transport
 from ebft_ds.types import Prompt, RolloutRequest, SamplingSpec
@@ -54,6 +56,7 @@ class RunParts:
     generation_config: GenerationConfig | None
     engines: Engines
     scorer: EBFTScorer
+    reference_cache: ReferenceCache | None
     policy: PolicyStep
     desk: RolloutDesk
     sync: WeightSync
@@ -79,38 +82,6 @@ def load_generation_config(config: AsyncEBFTConfig) -> GenerationConfig | None:
     except OSError:
         return None
     return found
-
-
-def build_scorer(config: AsyncEBFTConfig, engines: Engines, eos_ids: list[int], collectives: Collectives) -> EBFTScorer:
-    """The recipe's scorer."""
-    method = config.method
-    return _scorer(config, engines, eos_ids, collectives, method.ebft_embed_method, method.ebft_use_whitening)
-
-
-def _scorer(
-    config: AsyncEBFTConfig,
-    engines: Engines,
-    eos_ids: list[int],
-    collectives: Collectives,
-    embed_method: str,
-    use_whitening: bool | str,
-) -> EBFTScorer:
-    method = config.method
-    return EBFTScorer(
-        engines.layer_indices,
-        embed_method,
-        use_whitening,
-        method.ebft_alignment_coef,
-        method.ebft_diversity_coef,
-        engines.feature_network,
-        feature_norm=method.ebft_feature_norm,
-        feature_eos=method.ebft_feature_eos if embed_method == method.ebft_embed_method else "auto",
-        eos_ids=eos_ids,
-        whitening_rtol=method.ebft_whitening_rtol,
-        token_budget=method.scoring_token_budget,
-        packer=engines.feature_packer,
-        collectives=collectives,
-    )
 
 
 def rollout_process_spec(config: AsyncEBFTConfig, log_path: Path, servers: RolloutServers | None = None) -> RolloutProcessSpec:
@@ -222,6 +193,7 @@ def _build_beside(
     transport = desk.on_main(lambda: weight_transport(client, servers, network))
     sync = build_sync(config, engines.actor, transport, collectives, stream, sampling.temperature)
     desk.repair_with(sync)
+    scorers = build_scorers(config, engines, stops, collectives)
     policy = PolicyStep(
         engines.actor,
         engines.kl_reference,
@@ -240,15 +212,20 @@ def _build_beside(
         tokenizer=checked.tokenizer,
         generation_config=generation_config,
         engines=engines,
-        scorer=build_scorer(config, engines, stops, collectives),
+        scorer=scorers.training,
+        reference_cache=scorers.reference_cache,
         policy=policy,
         desk=desk,
         sync=sync,
         servers=servers,
         checkpoints=CheckpointStore(
-            output_dir / "checkpoints", collectives, adapters_only=config.peft.use_peft, keep=config.checkpoint.save_total_limit
+            output_dir / "checkpoints",
+            collectives,
+            adapters_only=config.peft.use_peft,
+            keep=config.checkpoint.save_total_limit,
+            reference_cache=scorers.reference_cache,
         ),
-        evaluation=_build_evaluation(config, checked, engines, stops, desk, collectives),
+        evaluation=_build_evaluation(config, checked, engines, scorers, stops, desk, collectives),
         stream=stream,
     )
 
@@ -264,6 +241,7 @@ def _build_evaluation(
     config: AsyncEBFTConfig,
     checked: Preflight,
     engines: Engines,
+    scorers: Scorers,
     stops: list[int],
     desk: RolloutDesk,
     collectives: Collectives,
@@ -282,13 +260,11 @@ def _build_evaluation(
             num_samples=config.monitor.eval_num_generations,
         )
 
-    other = "last_token" if config.method.ebft_embed_method != "last_token" else "completion_mean"
     return HeldOutEvaluation(
         eval_prompts(checked.data.evaluation, config.data.eval_max_prompts),
         request,
-        # Never whitened: whitening rescales with each group's own spread, so its alignment cannot be compared before and after.
-        _scorer(config, engines, stops, collectives, config.method.ebft_embed_method, False),
-        _scorer(config, engines, stops, collectives, other, False),
+        scorers.held_out,
+        scorers.other,
         engines.actor,
         desk,
         checked.tokenizer,

@@ -167,6 +167,8 @@ class AsyncEBFTTrainer:
                 self._step(parts, control)
             self._finish(parts)
         except Preempted as error:
+            if parts.reference_cache is not None:
+                parts.reference_cache.rewind()  # what the interrupted step cached; a resume repeats that step
             path = self._save(parts, going_on=False)
             raise Preempted(
                 f"{error}; the run is saved at step {self.state.step} in {path}. Continue with resume_from_checkpoint=auto"
@@ -189,6 +191,7 @@ class AsyncEBFTTrainer:
         with timer("sync"):
             sync = parts.sync.merge_check(self.state.step) if self._rolls_out(step) else SyncReport()
         self._feed_state = parts.desk.state_dict()
+        self._mark_cache(parts)
         self._report.step(self.state, metrics, sync, grad_norm, learning_rate, self.callbacks, control)
         self._after_step(parts, control)
 
@@ -294,9 +297,15 @@ class AsyncEBFTTrainer:
         parts.sync.repair(self.state.step)
         with self._report.timer("eval"):
             result, groups = parts.evaluation.run(self.state.step)
+        self._mark_cache(parts)
         self._report.evaluation(self.state, result, groups)
         self._call("on_evaluate", result)
         return result
+
+    def _mark_cache(self, parts: RunParts) -> None:
+        """What is cached now belongs to finished work."""
+        if parts.reference_cache is not None:
+            parts.reference_cache.mark()
 
     def _save(self, parts: RunParts, *, going_on: bool = True) -> Path:
         if going_on and self.args.rollout.vllm_merge_check_interval > 1:
