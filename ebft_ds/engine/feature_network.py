@@ -38,5 +38,5 @@ class EngineFeatureNetwork:
         digest = hashlib.blake2b(digest_size=16)
         for layer in states:
             digest.update(str(layer.dtype).encode())
-            digest.update(layer.cpu().contiguous().view(torch.uint8).numpy())
+            digest.update(layer.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,23 +23,31 @@ KEY_BYTES = 16
 _STATE = ("keys", "widths", "values")
 
 
+class _Entry(NamedTuple):
+    feature: Tensor
+    used: int
+    """When, by the cache's own clock."""
+
+
 class ReferenceCache:
     """Least recently used references go first. Holds whatever it is given bit for bit (float32, CPU).
 
     Scorers with other poolings may share one: their keys differ.
 
     Args:
-        limit_mb: most memory of the features on this rank, in MiB. Bookkeeping, about 1 kB a reference, comes on top, and what went
-            since the last `mark`.
+        limit_mb: most memory of the features on this rank, in MiB. Bookkeeping, about 0.7 kB a reference, comes on top, and what
+            went since the last `mark`.
     """
 
     def __init__(self, limit_mb: float, collectives: Collectives | None = None) -> None:
         self.limit_bytes = int(limit_mb * 2**20)
         self.held_bytes = 0
         self._collectives = collectives or Collectives()
-        self._features: OrderedDict[bytes, Tensor] = OrderedDict()
-        self._marked: OrderedDict[bytes, Tensor] | None = None
-        """Content at the last mark; None: nothing has changed since."""
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        """Least recently used first."""
+        self._clock = 0
+        self._before: dict[bytes, _Entry | None] = {}
+        """What has changed since the last mark, as it was then; None: not held."""
 
     @property
     def rank(self) -> int:
@@ -46,62 +55,63 @@ class ReferenceCache:
 
     def __len__(self) -> int:
         """References that this rank holds."""
-        return len(self._features)
+        return len(self._entries)
 
     def locate(self, keys: Sequence[bytes]) -> list[int | None]:
         """Collective, with the same keys on every rank: the rank that holds each, or None. What is found counts as used."""
         rank = self.rank
-        held = [rank if key in self._features else -1 for key in keys]
-        holders = self._collectives.max_ints(held)
+        holders = self._collectives.max_ints([rank if key in self._entries else -1 for key in keys])
         for key, holder in zip(keys, holders, strict=True):
             if holder == rank:
-                self._before_change()
-                self._features.move_to_end(key)
+                self._set(key, self._entries[key].feature)
         return [None if holder < 0 else holder for holder in holders]
 
     def get(self, key: bytes) -> Tensor:
         """[D], of a key that this rank holds; not to be changed."""
-        return self._features[key]
+        return self._entries[key].feature
 
     def put(self, key: bytes, feature: Tensor) -> None:
         """Keeps a copy of `feature` [D] on this rank, as the most recently used. One that is larger than the limit is not kept."""
-        kept = feature.detach().to("cpu", torch.float32, copy=True)  # a view would keep its whole micro-batch alive
-        self._before_change()
-        self._remove(key)
-        if kept.nbytes > self.limit_bytes:
-            return
-        self._features[key] = kept
-        self.held_bytes += kept.nbytes
+        self._drop(key)
+        if 4 * feature.numel() <= self.limit_bytes:
+            # A copy: a view would keep its whole micro-batch alive.
+            self._set(key, feature.detach().to("cpu", torch.float32, copy=True))
         while self.held_bytes > self.limit_bytes:
-            self._remove(next(iter(self._features)))
+            self._drop(next(iter(self._entries)))
 
-    def _remove(self, key: bytes) -> None:
-        gone = self._features.pop(key, None)
-        self.held_bytes -= 0 if gone is None else gone.nbytes
+    def _set(self, key: bytes, feature: Tensor) -> None:
+        self._drop(key)
+        self._clock += 1
+        self._entries[key] = _Entry(feature, self._clock)
+        self.held_bytes += feature.nbytes
 
-    def _before_change(self) -> None:
-        if self._marked is None:
-            self._marked = self._features.copy()
+    def _drop(self, key: bytes) -> None:
+        gone = self._entries.pop(key, None)
+        self._before.setdefault(key, gone)
+        self.held_bytes -= 0 if gone is None else gone.feature.nbytes
 
     def mark(self) -> None:
         """Remembers this state: an interrupted step is repeated after a resume, and must then find what it found the first time."""
-        self._marked = None
+        self._before.clear()
 
     def rewind(self) -> None:
         """Back to the last mark (or to the beginning)."""
-        if self._marked is not None:
-            self._features, self._marked = self._marked, None
-            self.held_bytes = sum(feature.nbytes for feature in self._features.values())
+        entries = {key: entry for key, entry in self._entries.items() if key not in self._before}
+        entries |= {key: entry for key, entry in self._before.items() if entry is not None}
+        self._entries = OrderedDict(sorted(entries.items(), key=lambda item: item[1].used))
+        self.held_bytes = sum(entry.feature.nbytes for entry in entries.values())
+        self.mark()
 
     def clear(self) -> None:
         """Forgets everything; this counts as a mark."""
-        self._features, self._marked = OrderedDict(), None
+        self._entries.clear()
         self.held_bytes = 0
+        self.mark()
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's content, least recently used first: keys (uint8 [N, 16]), widths (int64 [N]) and values (float32 [sum of widths])."""
-        features = list(self._features.values())
-        keys = torch.frombuffer(bytearray(b"".join(self._features)), dtype=torch.uint8) if features else torch.empty(0, dtype=torch.uint8)
+        features = [entry.feature for entry in self._entries.values()]
+        keys = torch.frombuffer(bytearray(b"".join(self._entries)), dtype=torch.uint8) if features else torch.empty(0, dtype=torch.uint8)
         return {
             "keys": keys.view(-1, KEY_BYTES),
             "widths": torch.tensor([feature.numel() for feature in features], dtype=torch.int64),
@@ -118,11 +128,13 @@ class ReferenceCache:
         if problem := _problem(state):
             raise CheckpointError(f"the saved cache of reference features does not fit: {problem}. Start with another checkpoint")
         self.clear()
-        for key, feature in zip(state["keys"], state["values"].split(state["widths"].tolist()), strict=True):
-            self.put(bytes(key.numpy()), feature)
+        raw = state["keys"].numpy().tobytes()
+        keys = [raw[start : start + KEY_BYTES] for start in range(0, len(raw), KEY_BYTES)]
+        for key, feature in zip(keys, state["values"].split(state["widths"].tolist()), strict=True):
+            self.put(key, feature)
         self.mark()
-        if len(self) < len(state["keys"]):
-            logger.info("reference cache: %d of %d saved references fit the limit", len(self), len(state["keys"]))
+        if len(self) < len(keys):
+            logger.info("reference cache: %d of %d saved references fit the limit", len(self), len(keys))
 
 
 def _problem(state: dict[str, Tensor]) -> str | None:
