@@ -1,12 +1,11 @@
 """How the attention of a packed row reaches a model's layers: a function in transformers' attention registry.
 
-The model's implementation becomes `ebft_sdpa` or `ebft_eager`. With a packed row among its arguments the function calls the row's
-attention; without one it hands over to what the model had, unchanged, masks included.
+The model's implementation becomes `ebft_sdpa` or `ebft_eager` (flash attention's keep their names). With a packed row among its
+arguments the function calls the row's attention; without one it hands over to what the model had, unchanged, masks included.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +21,12 @@ from ebft_ds.packing.attention.scores import capped_attention
 from ebft_ds.packing.packed import PackedRow
 from ebft_ds.packing.support import packing_support
 
-logger = logging.getLogger(__name__)
-
 PREFIX = "ebft_"
 # What a layer may pass that changes its result and that no packed attention computes.
 NOT_HONOURED = ("s_aux", "position_bias", "cache", "output_attentions", "block_indices", "indices", "head_mask")
+
+_wrapped: set[str] = set()
+"""Implementations registered anew under their own name."""
 
 AttentionOutput = tuple[Tensor, Tensor | None]
 
@@ -40,7 +40,7 @@ def install_packed_attention(model: PreTrainedModel) -> None:
     Raises:
         ModelError: the model should support it and refuses it.
     """
-    if packing_support(model.config).style == "padded" or model.config._attn_implementation not in ("sdpa", "eager"):
+    if packing_support(model.config).style == "padded":
         return
     wanted = {"": _register(model.config._attn_implementation)}
     for name in model.config.sub_configs:
@@ -54,51 +54,56 @@ def install_packed_attention(model: PreTrainedModel) -> None:
 
 def _register(base: str) -> str:
     """Registers the implementation around `base`, and returns its name."""
-    if base.startswith(PREFIX):
+    if base.startswith(PREFIX) or base in _wrapped:
+        return base
+    if base not in ("sdpa", "eager"):
+        # transformers loads flash attention's kernels by the name in the configuration: it keeps its name, and hands over by itself
+        AttentionInterface.register(base, _attention_function(base, ALL_ATTENTION_FUNCTIONS[base]))
+        _wrapped.add(base)
         return base
     name = PREFIX + base
     if name not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(name, _attention_function(base))
+        AttentionInterface.register(name, _attention_function(base, None if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]))
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
     return name
 
 
-def _attention_function(base: str) -> Callable[..., AttentionOutput]:
+def _attention_function(base: str, function: Callable[..., AttentionOutput] | None) -> Callable[..., AttentionOutput]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> AttentionOutput:
         row = kwargs.pop("packed_row", None)
         if row is not None:
-            return _packed(row, module, query, key, value, kwargs), None
+            return _packed(row, module, query, key, value, attention_mask, kwargs), None
         if base == "sdpa" and kwargs.get("softcap") is not None:
             return _capped(module, query, key, value, attention_mask, kwargs), None
-        return _base_function(base, module)(module, query, key, value, attention_mask, **kwargs)
+        return (function or _own_eager(module))(module, query, key, value, attention_mask, **kwargs)
 
     return attention
 
 
-def _base_function(base: str, module: nn.Module) -> Callable[..., AttentionOutput]:
-    """The registered function, or, for eager, the model's own, which every model file defines for itself."""
-    if base != "eager":
-        found: Callable[..., AttentionOutput] = ALL_ATTENTION_FUNCTIONS[base]
-        return found
+def _own_eager(module: nn.Module) -> Callable[..., AttentionOutput]:
+    """Every model file of transformers defines its own."""
     for cls in type(module).__mro__:
-        own = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        own = vars(sys.modules[cls.__module__]).get("eager_attention_forward")
         if own is not None:
             function: Callable[..., AttentionOutput] = own
             return function
     raise ModelError(f"{type(module).__name__} has no eager attention of its own: set attn_implementation: sdpa")
 
 
-def _packed(row: PackedRow, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    for name in NOT_HONOURED:
-        if kwargs.get(name) not in (None, False):
-            raise ModelError(
-                f"{type(module).__name__} passes {name} to its attention, which packed rows do not honour. Set packing: padded"
-            )
+def _packed(
+    row: PackedRow, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> Tensor:
+    refused = [name for name in NOT_HONOURED if kwargs.get(name) not in (None, False)]
+    if mask is not None and mask.shape != (1, 1, 1, 1):  # the row's own stand-in has this shape
+        refused.append("a mask of its own")
     if not _causal(module, kwargs):
-        raise ModelError(f"{type(module).__name__} is not causal, packed rows are. Set packing: padded")
-    layer: int = module.layer_idx  # type: ignore[assignment]
+        refused.append("is_causal=False")
+    if refused:
+        raise ModelError(
+            f"{type(module).__name__} passes {', '.join(refused)} to its attention, which packed rows do not honour. Set packing: padded"
+        )
     output = row.attention(
         query,
         key,
@@ -108,7 +113,7 @@ def _packed(row: PackedRow, module: nn.Module, query: Tensor, key: Tensor, value
         sliding_window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
     )
-    row.served.add(layer)
+    row.served.add(int(module.layer_idx))  # type: ignore[arg-type]
     return output
 
 
