@@ -54,9 +54,9 @@ def estimate_memory(config: AsyncEBFTConfig, facts: ModelFacts, derived: Derived
         copied = facts.embedding_parameters + deepest_layer(config, facts) * facts.layer_parameters
         items.append(MemoryItem("frozen feature copy, partitioned", copied * size // ranks, "each rank"))
     items += [
-        MemoryItem("activations of one micro-batch", _activations(config, facts, size), "each rank"),
+        MemoryItem("activations of one micro-batch", _activations(config, facts, derived, size), "each rank"),
         MemoryItem("feature forward", config.method.scoring_token_budget * facts.hidden_size * size * 8, "each rank"),
-        MemoryItem("logits chunk", config.loss.logprob_chunk_size * facts.vocab_size * (size + 8), "each rank"),
+        MemoryItem("log-prob head", _head(config, facts, size), "each rank"),
         MemoryItem("weight push, two buckets", int(2 * config.rollout.sync_bucket_mb * 2**20), "rank 0"),
     ]
     if config.method.ebft_rl_coef > 0:
@@ -64,12 +64,22 @@ def estimate_memory(config: AsyncEBFTConfig, facts: ModelFacts, derived: Derived
     return items
 
 
-def _activations(config: AsyncEBFTConfig, facts: ModelFacts, size: int) -> int:
-    tokens = config.run.per_device_train_batch_size * config.data.max_seq_length
+def _activations(config: AsyncEBFTConfig, facts: ModelFacts, derived: DerivedNumbers, size: int) -> int:
+    """Of a full micro-batch: packed rows up to the token budget, padded ones up to their number as well."""
+    tokens = derived.train_token_budget
+    if config.run.packing == "padded":
+        tokens = min(tokens, config.run.per_device_train_batch_size * config.data.max_seq_length)
     per_layer = tokens * facts.hidden_size * size
     if config.model.gradient_checkpointing:
         return per_layer * (facts.num_layers + _ACTIVATIONS_PER_TOKEN_AND_LAYER)
     return per_layer * facts.num_layers * _ACTIVATIONS_PER_TOKEN_AND_LAYER
+
+
+def _head(config: AsyncEBFTConfig, facts: ModelFacts, size: int) -> int:
+    """One chunk of logits in float32, before that in `dtype`, once more for the entropy; the float32 gradient of a trained head."""
+    per_logit = 4 + (4 if config.loss.log_entropy else 0) + (size if size < 4 else 0)
+    trained = not config.peft.use_peft or "lm_head" in config.peft.lora_modules_to_save
+    return facts.vocab_size * (config.loss.logprob_chunk_size * per_logit + (4 * facts.hidden_size if trained else 0))
 
 
 def _server(config: AsyncEBFTConfig, facts: ModelFacts) -> MemoryItem:

@@ -173,7 +173,7 @@ class PolicyStep:
         broken = self._collectives.max_int(0 if finite else self._collectives.rank + 1)
         if not finite:
             raise NumericsError(
-                f"step {step}, rank {self._collectives.rank}, micro-batch {number}: the loss is {float(loss)} (sequence lengths "
+                f"step {step}, rank {self._collectives.rank}, micro-batch {number}: the loss is {float(loss.detach())} (sequence lengths "
                 f"{[s.length for s in sequences]}, advantages {[round(s.advantage, 4) for s in sequences]}). Nothing of this step was "
                 "applied and earlier checkpoints are unharmed. Lower the learning rate, or look at this step's prompts"
             )

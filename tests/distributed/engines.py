@@ -11,7 +11,6 @@ from ebft_ds.collectives import Collectives
 from ebft_ds.config import AsyncEBFTConfig
 from ebft_ds.config.derived import derive
 from ebft_ds.engine.loading import lora_config
-from ebft_ds.packing.packer import RowPacker
 from ebft_ds.policy.batch import PolicyPacker
 from ebft_ds.trainers.engines import Engines, build_engines
 from ebft_ds.trainers.policy_step import PolicyStep
@@ -50,9 +49,9 @@ def random_adapter(config: AsyncEBFTConfig) -> PeftConfig:
 
 
 def make_policy(
-    config: AsyncEBFTConfig, engines: Engines, collectives: Collectives, packer: RowPacker | None = None, **loss: Any
+    config: AsyncEBFTConfig, engines: Engines, collectives: Collectives, packer: PolicyPacker | None = None, **loss: Any
 ) -> PolicyStep:
-    """The configuration's PolicyStep over `packer`'s rows (default: as the engines have it), with some loss fields changed."""
+    """The configuration's PolicyStep over `packer`'s rows (default: as a run has them), with some loss fields changed."""
     return PolicyStep(
         engines.actor,
         engines.kl_reference,
@@ -62,7 +61,7 @@ def make_policy(
         run=config.run,
         temperature=config.rollout.temperature,
         check_stop=lambda: None,
-        packer=PolicyPacker.for_run(packer or engines.packer, config.run, max_seq_length=config.data.max_seq_length),
+        packer=packer or PolicyPacker.for_run(engines.packer, config.run, max_seq_length=config.data.max_seq_length),
     )
 
 

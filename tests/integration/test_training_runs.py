@@ -32,6 +32,8 @@ from tests.integration.cli_runs import (
 
 Data = tuple[Path, Path]
 
+REPEATED = {"num_iterations": 3, "old_logprobs": "recompute", "max_staleness": 3}
+
 EXPECTED_KEYS = {
     "step", "loss", "grad_norm", "learning_rate", "ebft/alignment", "ebft/diversity", "ebft/reward", "ebft/cfm_loss",
     "ebft/fm_loss_unbiased", "ebft/gram_identity_share", "ebft/empty_completions", "reward_std", "frac_reward_zero_std",
@@ -136,7 +138,9 @@ def test_resume_repeats_the_uninterrupted_run_bit_for_bit_and_passes_over_a_dama
     tiny_model: Path, tiny_data: Data, tmp_path: Path
 ) -> None:
     whole, part = tmp_path / "whole", tmp_path / "part"
-    fields = {"max_staleness": 0, "lora_dropout": 0.1, "save_steps": 2, "save_total_limit": 5}
+    fields = {
+        "max_staleness": 0, "lora_dropout": 0.1, "save_steps": 2, "save_total_limit": 5, "num_iterations": 2, "old_logprobs": "recompute",
+    }  # fmt: skip
     first = run(tmp_path / "recipe.yaml", overrides(tiny_model, tiny_data, whole, **fields))
     assert first.code == 0, first.output[-4000:]
     shutil.copytree(whole / "checkpoints", part / "checkpoints")
@@ -148,6 +152,13 @@ def test_resume_repeats_the_uninterrupted_run_bit_for_bit_and_passes_over_a_dama
     assert "passed over" in second.output
     assert "step_4" in second.output
 
+    lines = metrics(whole)
+    assert [line["num_prompts_seen"] for line in lines] == [2, 2, 4, 4], "two prompts, each batch for two steps"
+    assert [line["policy_version"] for line in lines] == [1, 2, 3, 4]
+    assert ["ebft/reward" in line for line in lines] == [True, False, True, False], "scored once"
+    assert [line["staleness/max"] for line in lines] == [0, 1, 0, 1]
+    assert Counter(s["step"] for s in samples(whole)) == {1: 8, 3: 8}
+
     timeless = ("time/", "memory/", "perf/", "sync/", "num_prompts", "epoch", "queue/")
     expected = [without(line, *timeless) for line in metrics(whole) if line["step"] > 2]
     assert [without(line, *timeless) for line in metrics(part)] == expected
@@ -158,7 +169,7 @@ def test_resume_repeats_the_uninterrupted_run_bit_for_bit_and_passes_over_a_dama
 
 def test_ctrl_c_saves_and_exits_7_and_a_resume_trains_every_prompt_once(tiny_model: Path, tiny_data: Data, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    process = start(tmp_path / "recipe.yaml", overrides(tiny_model, tiny_data, output, max_steps=400))
+    process = start(tmp_path / "recipe.yaml", overrides(tiny_model, tiny_data, output, max_steps=400, **REPEATED))
     try:
         wait_for(lambda: len(metrics(output)) >= 2, "second step", process=process)
         everything = tree(process.pid)
@@ -171,9 +182,13 @@ def test_ctrl_c_saves_and_exits_7_and_a_resume_trains_every_prompt_once(tiny_mod
     assert all_gone(everything)
 
     done = metrics(output)[-1]["step"]
-    resumed = run(tmp_path / "recipe.yaml", overrides(tiny_model, tiny_data, output, max_steps=done + 3, resume_from_checkpoint="auto"))
+    settings = overrides(tiny_model, tiny_data, output, max_steps=done + 4, resume_from_checkpoint="auto", **REPEATED)
+    resumed = run(tmp_path / "recipe.yaml", settings)
     assert resumed.code == 0, resumed.output[-4000:]
-    assert [line["step"] for line in metrics(output)] == list(range(1, done + 4))
+    assert [line["step"] for line in metrics(output)] == list(range(1, done + 5))
+    new_groups = [line["step"] for line in metrics(output) if "ebft/reward" in line]
+    batches = [step for step in range(1, done + 5) if (step - 1) % 3 == 0 or step == done + 1]
+    assert new_groups == batches, "a resume takes new groups, and batches begin where they always do"
     trained = Counter((s["step"], s["prompt_id"]) for s in samples(output))
     prompts = [prompt for (_, prompt), _ in sorted(trained.items())]
     full_epochs, rest = divmod(len(prompts), 48)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ebft_ds.config import AsyncEBFTConfig
 from ebft_ds.config.checks import Surroundings, check_config, require_training_inputs
 from ebft_ds.config.derived import derive, global_batch
+from ebft_ds.config.memory import estimate_memory
 from ebft_ds.config.model_facts import facts_from_config
 from ebft_ds.errors import ConfigError
 
@@ -49,6 +50,13 @@ def test_defaults_are_fine() -> None:
         ({"max_prompt_length": 2000}, "exceed max_seq_length"),
         ({"max_seq_length": 4096}, "longer than the model's context of 2048"),
         ({"scoring_token_budget": 100}, "the longest sequence would not fit"),
+        ({"train_token_budget": 2047}, "train_token_budget 2047 is below max_seq_length 2048"),
+        ({"num_iterations": 2}, "set old_logprobs: recompute"),
+        ({"old_logprobs": "recompute"}, "set old_logprobs: current"),
+        ({"num_iterations": 2, "old_logprobs": "engine"}, "correct it twice"),
+        ({"num_iterations": 2, "old_logprobs": "recompute", "save_steps": 3}, "no multiple of num_iterations 2"),
+        ({"num_iterations": 2, "old_logprobs": "recompute", "save_steps": 4, "warm_start_steps": 1}, "batches would not end"),
+        ({"num_iterations": 2, "ebft_rl_coef": 0.0, "ebft_ce_coef": 1.0}, "set num_iterations: 1"),
         ({"ebft_feature_layers": [0.0]}, "outside (0, 1]"),
         ({"ebft_feature_layers": [1.5]}, "outside (0, 1]"),
         ({"ebft_feature_layers": [-0.1]}, "outside (0, 1]"),
@@ -107,6 +115,11 @@ def test_one_sample_is_fine_with_reinforce_alone() -> None:
     assert problems(**fields) == ""
 
 
+@pytest.mark.parametrize("how", [{"old_logprobs": "recompute"}, {"old_logprobs": "engine", "vllm_importance_sampling_mode": "none"}])
+def test_a_batch_may_be_used_more_than_once(how: dict[str, Any]) -> None:
+    assert problems(num_iterations=3, save_steps=6, warm_start_steps=3, **how) == ""
+
+
 def test_references_alone_need_no_group() -> None:
     assert problems(ebft_rl_coef=0.0, ebft_ce_coef=1.0, num_generations=1) == ""
 
@@ -156,10 +169,16 @@ def test_suggested_batch_divides() -> None:
     n=st.integers(1, 8),
     rows=st.integers(1, 500),
     s=st.integers(0, 4),
+    mu=st.integers(1, 3),
 )
-def test_derived_numbers_hang_together(micro: int, steps: int, world: int, n: int, rows: int, s: int) -> None:
+def test_derived_numbers_hang_together(micro: int, steps: int, world: int, n: int, rows: int, s: int, mu: int) -> None:
     config = AsyncEBFTConfig(
-        per_device_train_batch_size=micro, gradient_accumulation_steps=steps, num_generations=n, max_staleness=s, num_train_epochs=2
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=steps,
+        num_generations=n,
+        max_staleness=s,
+        num_train_epochs=2,
+        num_iterations=mu,
     )
     if global_batch(config, world) % n:
         with pytest.raises(ConfigError, match="no multiple"):
@@ -168,9 +187,15 @@ def test_derived_numbers_hang_together(micro: int, steps: int, world: int, n: in
     numbers = derive(config, world, rows)
     assert numbers.groups_per_step * n == numbers.global_batch == micro * steps * world
     assert numbers.completions_per_rank * world == numbers.global_batch
-    assert numbers.admission_bound == (s + 1) * numbers.groups_per_step
+    assert numbers.admission_bound == (s // mu + 1) * numbers.groups_per_step
+    assert numbers.train_token_budget == micro * config.data.max_seq_length
     assert numbers.steps is not None
-    assert numbers.steps * numbers.groups_per_step >= 2 * rows > (numbers.steps - 1) * numbers.groups_per_step
+    batches, over = divmod(numbers.steps, mu)
+    assert over == 0
+    assert batches * numbers.groups_per_step >= 2 * rows > (batches - 1) * numbers.groups_per_step
+    assert numbers.epochs == pytest.approx(batches * numbers.groups_per_step / rows)
+    assert numbers.steps_per_epoch is not None
+    assert (numbers.steps_per_epoch // mu) * numbers.groups_per_step >= rows
 
 
 def test_max_steps_counts_the_warm_start() -> None:
@@ -178,6 +203,23 @@ def test_max_steps_counts_the_warm_start() -> None:
     assert (numbers.steps, numbers.ebft_steps, numbers.warmup_steps) == (20, 15, 3)
     by_epochs = derive(AsyncEBFTConfig(warm_start_steps=5), 2, rows=100)
     assert by_epochs.steps == 5 + 25
+
+
+def test_steps_on_references_alone_take_new_ones_each() -> None:
+    numbers = derive(AsyncEBFTConfig(ebft_rl_coef=0.0, ebft_ce_coef=1.0, num_iterations=4), 2, rows=100)
+    assert (numbers.num_iterations, numbers.steps) == (1, 25)
+
+
+def test_memory_of_a_micro_batch_goes_by_its_token_budget() -> None:
+    def activations(**fields: Any) -> int:
+        config = AsyncEBFTConfig(per_device_train_batch_size=4, max_seq_length=1024, num_generations=4, **fields)
+        items = {item.label: item.bytes for item in estimate_memory(config, FACTS, derive(config, 1))}
+        return items["activations of one micro-batch"]
+
+    assert activations() == 4 * activations(train_token_budget=1024)
+    assert activations(packing="padded") == activations()
+    assert activations(packing="padded", train_token_budget=8192) == activations(), "four rows hold no more"
+    assert activations(train_token_budget=8192) == 2 * activations()
 
 
 def test_nested_text_configuration_counts() -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebft_ds.policy.batch import TrainSequence, build_micro_batch, completion_sequences, reference_sequence
+from ebft_ds.config.sections import RunSection
+from ebft_ds.errors import ConfigError
+from ebft_ds.packing.attention.dense import DenseAttention
+from ebft_ds.packing.packer import RowPacker
+from ebft_ds.policy.batch import PolicyPacker, TrainSequence, build_micro_batch, completion_sequences, reference_sequence
 from ebft_ds.types import Prompt, Rollout, RolloutGroup, TokenSpan
 
 PROMPT = Prompt(0, 0, 0, [11, 12, 13], [31, 32])
@@ -54,6 +61,49 @@ def test_every_trained_token_is_read_before_it_and_returned_to_its_place(sequenc
     (table * 3.0).sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [3.0] * len(wanted)
+
+
+PACKERS = [RowPacker(), RowPacker("unshared", DenseAttention), RowPacker("shared", DenseAttention)]
+
+
+@st.composite
+def groups_of_sequences(draw: st.DrawFn) -> list[TrainSequence]:
+    """Up to three groups; the sequences of one have the same prompt and are neighbours."""
+    found: list[TrainSequence] = []
+    for group in range(draw(st.integers(1, 3))):
+        members = draw(st.lists(train_sequences(), min_size=1, max_size=4))
+        found += [replace(s, group=group, prompt_ids=members[0].prompt_ids) for s in members]
+    return found
+
+
+@given(groups_of_sequences(), st.sampled_from(PACKERS))
+def test_every_layout_reads_each_token_where_its_own_sequence_predicts_it(sequences: list[TrainSequence], packer: RowPacker) -> None:
+    batch = build_micro_batch(sequences, temperature=0.5, packer=packer)
+    padded = build_micro_batch(sequences, temperature=0.5)
+    assert torch.equal(batch.targets, padded.targets)
+    assert torch.equal(batch.slots, padded.slots)
+    assert torch.equal(batch.mask, padded.mask)
+    assert torch.equal(batch.inverse_temperature, padded.inverse_temperature)
+    wanted = [(s, t) for s in sequences for t, on in enumerate(s.trained) if on]
+    ids, places = batch.rows.input_ids.flatten(), batch.rows.body_inputs()["position_ids"].flatten()
+    for position, (s, t) in zip(batch.positions.tolist(), wanted, strict=False):
+        assert int(places[position]) == len(s.prompt_ids) + t - 1
+        assert int(ids[position]) == [*s.prompt_ids, *s.completion_ids][len(s.prompt_ids) + t - 1]
+    assert batch.unshared_tokens == sum(s.length for s in sequences)
+    assert batch.rows.real_tokens <= batch.unshared_tokens
+
+
+def test_a_runs_micro_batches_are_cut_by_rows_or_by_tokens() -> None:
+    run = RunSection(per_device_train_batch_size=2)
+    sequences = [reference_sequence(g, PROMPT) for g in range(6)]  # five tokens each
+    padded = PolicyPacker.for_run(PACKERS[0], run, max_seq_length=8)
+    assert [len(batch) for batch in padded.plan(sequences, 1).ranks[0]] == [2, 2, 2]
+    packed = PolicyPacker.for_run(PACKERS[2], run, max_seq_length=8)
+    assert [len(batch) for batch in packed.plan(sequences, 1).ranks[0]] == [3, 3], "two sequences of eight tokens hold three of five"
+    limited = PolicyPacker.for_run(PACKERS[2], run.model_copy(update={"train_token_budget": 10}), max_seq_length=8)
+    assert [len(batch) for batch in limited.plan(sequences, 1).ranks[0]] == [2, 2, 2]
+    with pytest.raises(ConfigError, match="train_token_budget"):
+        PolicyPacker(PACKERS[2], None, 4).plan(sequences, 1)
 
 
 @given(st.lists(train_sequences(), min_size=1, max_size=5))

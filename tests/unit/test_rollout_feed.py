@@ -68,8 +68,15 @@ def make_group(request: RolloutRequest, first: int, last: int) -> RolloutGroup:
     return RolloutGroup(prompt=request.prompt, rollouts=[rollout] * request.num_samples, attempt=request.attempt)
 
 
-def make_feed(client: StubClient, groups_per_step: int = 2, max_staleness: int = 1) -> RolloutFeed:
-    return RolloutFeed(client, Stream(), groups_per_step=groups_per_step, max_staleness=max_staleness, make_request=make_request)
+def make_feed(client: StubClient, groups_per_step: int = 2, max_staleness: int = 1, num_iterations: int = 1) -> RolloutFeed:
+    return RolloutFeed(
+        client,
+        Stream(),
+        groups_per_step=groups_per_step,
+        max_staleness=max_staleness,
+        make_request=make_request,
+        num_iterations=num_iterations,
+    )
 
 
 def indices(groups: list[RolloutGroup]) -> list[int]:
@@ -107,6 +114,29 @@ def test_admission_keeps_s_plus_one_steps_of_groups_at_most() -> None:
     assert feed.top_up(1) == 2
     assert feed.stats().queue_depth == 4
     assert feed.stats().in_flight == 2
+
+
+def test_a_batch_that_is_used_again_grows_older_and_lets_rollouts_begin_in_between() -> None:
+    client = StubClient()
+    feed = make_feed(client, groups_per_step=2, max_staleness=1, num_iterations=3)
+    assert feed.top_up(0) == 2, "groups for step 3 would be too old"
+    client.finish_all()
+    feed.poll(0.0)
+    assert indices(feed.take(0, 3)) == [0, 1]
+    client.policy_version = 1
+    feed.reuse(1)
+    assert feed.stats().in_flight == 0, "step 3 would find them two steps old"
+    client.policy_version = 2
+    feed.reuse(2)
+    assert feed.stats().in_flight == 2
+    assert (feed.stats().staleness_mean, feed.stats().staleness_max) == (2.0, 2)
+    client.finish_all()
+    client.policy_version = 3
+    feed.poll(0.0)
+    assert feed.ready(3)
+    assert indices(feed.take(3, 3)) == [2, 3]
+    assert feed.stats().staleness_max == 1
+    assert feed.stats().prompts_seen == 4
 
 
 def test_an_engine_that_lags_gets_no_prompt_that_would_come_back_too_old() -> None:
@@ -165,8 +195,10 @@ def test_any_order_and_speed_with_kills_trains_every_prompt_once_and_never_too_o
     per_step = data.draw(st.integers(1, 3), "groups_per_step")
     staleness = data.draw(st.integers(0, 3), "max_staleness")
     push_every = data.draw(st.integers(1, staleness + 1), "push_every")
+    iterations = data.draw(st.integers(1, 3), "num_iterations")
     client = StubClient()
-    feed = make_feed(client, per_step, staleness)
+    feed = make_feed(client, per_step, staleness, iterations)
+    batch_ends = 0
     trained: list[int] = []
     attempts: dict[int, int] = {}
     for step in range(14):
@@ -175,18 +207,23 @@ def test_any_order_and_speed_with_kills_trains_every_prompt_once_and_never_too_o
         if data.draw(st.booleans(), "kill") and step:
             state = msgspec.json.decode(msgspec.json.encode(feed.state_dict()))
             client = StubClient(step)  # a resume pushes the weights before it goes on
-            feed = make_feed(client, per_step, staleness)
+            feed = make_feed(client, per_step, staleness, iterations)
             feed.load_state_dict(state)
+            batch_ends = step  # and begins with a new batch
+        if step < batch_ends:
+            feed.reuse(step)
+            continue
         for _ in range(100):
             feed.top_up(step)
             stats = feed.stats()
-            assert stats.in_flight + stats.queue_depth <= (staleness + 1) * per_step
+            assert stats.in_flight + stats.queue_depth <= (staleness // iterations + 1) * per_step
             if feed.ready(step):
                 break
             assert client.held, "nothing in flight and still not ready: starved"
             client.finish(data.draw(st.sampled_from(sorted(client.held)), "finished"))
             feed.poll(0.0)
-        groups = feed.take(step)
+        batch_ends = (step // iterations + 1) * iterations
+        groups = feed.take(step, batch_ends - step)
         assert len(groups) == per_step
         assert indices(groups) == sorted(indices(groups))
         for group in groups:
@@ -194,7 +231,7 @@ def test_any_order_and_speed_with_kills_trains_every_prompt_once_and_never_too_o
             assert 0 <= step - group.oldest_version <= staleness
             attempts[group.prompt.index] = group.attempt
         if staleness == 0:
-            assert indices(groups) == list(range(step * per_step, (step + 1) * per_step))
+            assert indices(groups) == list(range(len(trained), len(trained) + per_step))
         trained += indices(groups)
         assert feed.stats().staleness_max <= staleness
     assert len(set(trained)) == len(trained), "a prompt was trained twice"
