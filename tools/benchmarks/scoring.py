@@ -11,12 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ebft_ds.engine.network import FeatureWork, LanguageNetwork
+from ebft_ds.features.forwards import Pooling, forward_features
 from ebft_ds.features.layers import feature_layer_indices
-from ebft_ds.features.pooling import pool_features
 from ebft_ds.features.scorer import EBFTScorer
-from ebft_ds.features.spans import TokenRange, feature_spans
+from ebft_ds.features.scoring_layout import scoring_layout
 from ebft_ds.packing.rows import TokenRows
-from ebft_ds.policy.batch import TrainSequence, completion_sequence, reference_sequence
 from ebft_ds.rewards.feature_matching import FeatureRewards, group_feature_rewards
 from ebft_ds.types import RolloutGroup
 from tools.benchmarks.comparison import Way, compare
@@ -72,34 +71,22 @@ def _our_way(
     packer = row_packer(options)
     features_of = UnshardedFeatures(network, torch.device(options.device))
     scorer = EBFTScorer(layers, METHOD, False, 1.0, 1.0, features_of, token_budget=options.token_budget, packer=packer)
-    sequences = [s for g, group in enumerate(groups) for s in scored_sequences(g, group)]
-    plan = packer.plan(sequences, 1, token_budget=options.token_budget)
+    layout = scoring_layout(groups, (), "include")
+    micro_batches = packer.plan(layout.sequences, 1, token_budget=options.token_budget).ranks[0]
 
     def score() -> dict[str, Tensor]:
         return _outcome(scorer.score(groups).rewards)
 
     def check() -> dict[str, Tensor]:
         """Rewards as timed, and the features behind them: the scorer gives none."""
-        found: dict[int, Tensor] = {}
-        for batch in plan.ranks[0]:
-            built = packer.build([sequences[i] for i in batch], device=options.device)
-            ranges = [TokenRange(len(sequences[i].prompt_ids), len(sequences[i].completion_ids)) for i in batch]
-            spans = feature_spans(built.places, ranges, METHOD).to(options.device)
-            hidden = features_of.hidden_states(built.rows, layers, spans.positions)
-            found |= dict(zip(batch, pool_features(hidden, spans).cpu(), strict=True))
-        features = torch.stack([found[i] for i in range(len(sequences))]).unflatten(0, (len(groups), -1))
-        return score() | {"features": features}
+        found = forward_features(layout.sequences, micro_batches, features_of, packer, Pooling(layers, METHOD, "pooled")).features
+        order = [[*layout.completion[g], layout.reference[g]] for g in range(len(groups))]
+        return score() | {"features": torch.stack([torch.stack([found[i] for i in row if i is not None]) for row in order])}
 
-    built = [packer.build([sequences[i] for i in batch], device=options.device) for batch in plan.ranks[0]]
-    tokens = sum(batch.rows.input_ids.numel() for batch in built)
-    gflop = shape.forward(tokens, sum(row_pairs(batch.rows) for batch in built), layers=max(layers))
+    built = [packer.build([layout.sequences[i] for i in batch], device=options.device).rows for batch in micro_batches]
+    tokens = sum(rows.input_ids.numel() for rows in built)
+    gflop = shape.forward(tokens, sum(map(row_pairs, built)), layers=max(layers))
     return Way(OURS, score, {"tokens": tokens, "gflop": gflop}, check)
-
-
-def scored_sequences(number: int, group: RolloutGroup) -> list[TrainSequence]:
-    """A group's completions, then its reference."""
-    completions = [completion_sequence(number, group.prompt, r, 0.0, mask_truncated=False) for r in group.rollouts]
-    return [*completions, reference_sequence(number, group.prompt)]
 
 
 class UnshardedFeatures:
