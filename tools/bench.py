@@ -3,6 +3,7 @@
     scoring   features and rewards of groups, against padded rows through all layers
     policy    forward and backward with LoRA, against padded rows with full logits
     logprobs  the log-prob head alone, against full logits
+    planner   time and balance of micro-batch plans over many ranks
     sync      seconds, bytes and memory of reading merged weights out of ZeRO-3 shards
     overlap   step time of the asynchronous run against the synchronous one, over an engine of a chosen speed
 
@@ -21,7 +22,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a script: the repository's root is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-BENCHMARKS = ("scoring", "policy", "logprobs", "sync", "overlap")
+BENCHMARKS = ("scoring", "policy", "logprobs", "planner", "sync", "overlap")
 """Modules of tools.benchmarks; each has add_arguments(parser) and run(model, options) -> Report | None (no report on this rank)."""
 
 

@@ -40,7 +40,8 @@ class TokenCost:
 
     def units(self, tokens: Counts, pairs: Counts) -> Counts:
         """int64, in 1/256 token."""
-        return np.rint((tokens + self.per_pair * pairs) * UNITS_PER_TOKEN).astype(np.int64)
+        units: Counts = np.rint((tokens + self.per_pair * pairs) * UNITS_PER_TOKEN).astype(np.int64)
+        return units
 
 
 TOKENS_ONLY = TokenCost()

@@ -68,7 +68,7 @@ class Plan:
     @property
     def lockstep_cost(self) -> float:
         """What the step takes when all ranks wait for each other in each micro-batch: the sum of the largest costs over ranks."""
-        return sum(max(costs) for costs in zip(*self.costs, strict=True))
+        return sum(max(costs[m] for costs in self.costs) for m in range(self.micro_batches))
 
     def owner_of(self) -> dict[int, int]:
         """Sequence index -> rank."""

@@ -34,12 +34,14 @@ class GroupTable:
     @cached_property
     def tokens(self) -> Counts:
         """[G], of whole groups."""
-        return self.once_tokens + np.add.reduceat(self.own_tokens[self.members], self.starts[:-1])
+        whole: Counts = self.once_tokens + np.add.reduceat(self.own_tokens[self.members], self.starts[:-1])
+        return whole
 
     @cached_property
     def costs(self) -> Counts:
         """[G], of whole groups."""
-        return self.once_costs + np.add.reduceat(self.own_costs[self.members], self.starts[:-1])
+        whole: Counts = self.once_costs + np.add.reduceat(self.own_costs[self.members], self.starts[:-1])
+        return whole
 
     @cached_property
     def costliest_sequence(self) -> int:

@@ -59,19 +59,25 @@ def _widened(chunks: Chunks, bins: list[list[int]], share: list[int], token_budg
 
 
 def _divide(chunks: Chunks, shares: list[list[int]], count: int, token_budget: int) -> Batches | None:
-    """Costliest chunk first, each to the least loaded rank with room in its `count` micro-batches; None if one finds none."""
+    """Costliest chunk first, each to the least loaded rank with room in its `count` micro-batches; None if one finds none.
+
+    Chunks of a group that was split go to different ranks: together they would share their prompt, and be another chunk.
+    """
     batches: Batches = [[[] for _ in range(count)] for _ in shares]
     roomy = [RoomyBins(count, token_budget) for _ in shares]
     heap = [(0, rank) for rank in range(len(shares))]
     units = sorted(chunk for share in shares for chunk in share)
+    held: set[tuple[int, int]] = set()
     for u in costliest_first([chunks.costs[c] for c in units]):
+        chunk, group = units[u], chunks.groups[units[u]]
         full: list[tuple[int, int]] = []
-        while heap and len(full) < _LOOK and not _place(chunks, units[u], roomy, heap[0][1], batches):
+        while heap and len(full) < _LOOK and ((group, heap[0][1]) in held or not _place(chunks, chunk, roomy, heap[0][1], batches)):
             full.append(heappop(heap))
         if not heap or len(full) == _LOOK:
             return None
         load, rank = heap[0]
-        heapreplace(heap, (load + chunks.costs[units[u]], rank))
+        held.add((group, rank))
+        heapreplace(heap, (load + chunks.costs[chunk], rank))
         for entry in full:
             heappush(heap, entry)
     return _ordered(chunks, batches)

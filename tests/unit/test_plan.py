@@ -100,3 +100,18 @@ def test_nothing_to_do_is_one_empty_micro_batch_on_every_rank(world_size: int) -
 def test_a_sequence_over_the_budget_is_refused() -> None:
     with pytest.raises(ConfigError, match="sequence 1 has 9 tokens, over scoring_token_budget=8"):
         plan_micro_batches([planned(0, 8), planned(0, 9)], 2, token_budget=8)
+
+
+@given(sequences_of, ranks, st.integers(1, LONGEST), row_limits)
+def test_a_sequence_over_the_budget_may_have_a_micro_batch_of_its_own(
+    sequences: list[PlannedSequence], world_size: int, budget: int, limit: int | None
+) -> None:
+    plan = plan_micro_batches(sequences, world_size, token_budget=budget, max_sequences=limit, oversize="alone")
+    batches = [batch for share in plan.ranks for batch in share]
+    assert sorted(i for batch in batches for i in batch) == list(range(len(sequences)))
+    for batch in filter(None, batches):
+        padded = len(batch) * max(sequences[i].length for i in batch)
+        assert padded <= budget or len(batch) == 1
+    assert plan.tokens == sum(len(batch) * max(sequences[i].length for i in batch) for batch in batches if batch)
+    assert plan.unshared_tokens == sum(s.length for s in sequences)
+    assert sum(map(sum, plan.costs)) == plan.tokens
