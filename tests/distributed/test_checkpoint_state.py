@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,6 +26,7 @@ from ebft_ds.collectives import Collectives
 from ebft_ds.config import AsyncEBFTConfig
 from ebft_ds.engine.network import LogProbWork
 from ebft_ds.errors import EbftError
+from ebft_ds.features.reference_cache import ReferenceCache
 from ebft_ds.monitor.metrics import MetricsAccumulator
 from ebft_ds.packing.padded import pad_rows
 from ebft_ds.trainers.engines import Engines
@@ -90,25 +92,61 @@ def run(collectives: Collectives, model: Path, tokenizer: Path, folder: Path, mo
     after_save = draws()
     job.train(1)  # draws dropout masks, where there are any
     wanted = job.shards()
-    second = store.save(job.engines.actor, 2, {"step": 2, "note": "two"})
+    cache = filled_cache(collectives)
+    caching = CheckpointStore(folder / "checkpoints", collectives, adapters_only=config.peft.use_peft, keep=None, reference_cache=cache)
+    second = caching.save(job.engines.actor, 2, {"step": 2, "note": "two"})
     other = Job(collectives, config, seed=5)
     answer: dict[str, Any] = {"differed": not equal(other.shards(), at_save), "meta": store.load(other.engines.actor, first)}
     answer["restored"] = equal(other.shards(), at_save)
     answer["draws"] = draws() == after_save
     other.train(1)
     answer["next step"] = equal(other.shards(), wanted)
+    answer |= cached_features(other, caching, cache, first, second)
     answer |= export(job, tokenizer, folder)
     if mode != "modules_to_save":
-        answer |= failures(job, store, first, second)
+        answer |= failures(job, store, first, second, "*rank_1_*.pt" if mode == "lora" else "reference_features_rank_1.*")
     return answer
 
 
-def failures(job: Job, store: CheckpointStore, first: Path, second: Path) -> dict[str, Any]:
+def filled_cache(collectives: Collectives) -> ReferenceCache:
+    """Two features on rank 0, three on rank 1, the first of them the last used."""
+    cache = ReferenceCache(1.0, collectives)
+    source = torch.Generator().manual_seed(collectives.rank)
+    keys = [bytes([collectives.rank, number] * 8) for number in range(2 + collectives.rank)]
+    for width, key in enumerate(keys, start=3):
+        cache.put(key, torch.randn(width, generator=source))
+    cache.locate([bytes([rank, 0] * 8) for rank in range(collectives.world_size)])
+    return cache
+
+
+def cached_features(job: Job, store: CheckpointStore, cache: ReferenceCache, first: Path, second: Path) -> dict[str, Any]:
+    """Loads checkpoints with and without a cache into `cache`, which has changed since."""
+    engine, saved = job.engines.actor, cache.state_dict()
+    cache.put(b"x" * 16, torch.ones(4))
+    store.load(engine, second)
+    answer: dict[str, Any] = {"cache": equal(saved, cache.state_dict()) and len(saved["keys"]) == 2 + job.collectives.rank}
+    store.load(engine, first)
+    answer["cache of a checkpoint without one"] = len(cache)
+    path = second / f"reference_features_rank_{job.collectives.rank}.safetensors"
+    content = path.read_bytes()
+    if not job.collectives.is_main:
+        save_file({"keys": saved["keys"]}, path)
+    answer["other content"] = failure(lambda: store.load(engine, second))
+    if not job.collectives.is_main:
+        path.write_bytes(content[:20])
+    answer["unreadable"] = failure(lambda: store.load(engine, second))
+    if not job.collectives.is_main:
+        path.write_bytes(content)
+    job.collectives.barrier()
+    return answer
+
+
+def failures(job: Job, store: CheckpointStore, first: Path, second: Path, damaged: str) -> dict[str, Any]:
     """A full disk on one rank, then a damaged shard. Last in its process: a failed save may leave DeepSpeed out of step."""
     collectives = job.collectives
     answer: dict[str, Any] = {"found": str(store.find("auto")), "names": (str(first), str(second))}
     if collectives.is_main:
-        shard = sorted(second.rglob("*rank_1_*.pt"))[0]
+        shard = sorted(second.rglob(damaged))[0]
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 0xFF
         shard.write_bytes(content)
@@ -182,6 +220,16 @@ def test_a_loaded_run_takes_the_same_next_step_bit_for_bit(answers: RankAnswers,
         assert answer["restored"]
         assert answer["draws"]
         assert answer["next step"]
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_every_rank_gets_its_cached_features_back(answers: RankAnswers, mode: str) -> None:
+    for answer in answers[mode]:
+        assert answer["cache"]
+        assert answer["cache of a checkpoint without one"] == 0
+        for label, words in (("other content", "does not fit"), ("unreadable", "cannot be read")):
+            assert answer[label].startswith("CheckpointError")
+            assert words in answer[label], "one rank's trouble is told on all"
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
