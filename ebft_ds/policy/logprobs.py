@@ -2,7 +2,8 @@
 
 The head is a module, not a function over its weight, so that ZeRO-3's module hooks gather the (possibly tied) weight around
 forward and backward. With a frozen head the gradient needs only e = W[token] - E_p[W], saved in the forward ([N, hidden]):
-the backward is then free of vocabulary-sized work. A trained head recomputes each chunk's logits in the backward.
+the backward is then free of vocabulary-sized work. A trained head recomputes each chunk's logits in the backward. Either way one
+chunk's logits are all there is at a time: probabilities and gradients are written over them.
 """
 
 from __future__ import annotations
@@ -50,11 +51,8 @@ class LogProbHead(nn.Linear):
         if inverse_temperature is None:
             inverse_temperature = torch.ones(targets.shape, device=hidden.device)
         frozen = not self.weight.requires_grad and (self.bias is None or not self.bias.requires_grad)
-        if frozen and self.softcap is None:
-            frozen_head: Any = _FrozenHeadLogProbs.apply
-            return frozen_head(hidden, self.weight, self.bias, targets, inverse_temperature, self.chunk_size, with_entropy)
-        trained_head: Any = _TrainedHeadLogProbs.apply
-        return trained_head(hidden, self.weight, self.bias, targets, inverse_temperature, self.chunk_size, self.softcap, with_entropy)
+        way: Any = _FrozenHeadLogProbs.apply if frozen else _TrainedHeadLogProbs.apply
+        return way(hidden, self.weight, self.bias, targets, inverse_temperature, self.chunk_size, self.softcap, with_entropy)
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse_temperature: Tensor, softcap: float | None) -> Tensor:
@@ -91,6 +89,20 @@ class _Values:
         return probabilities
 
 
+def _cap_slope(logits: Tensor, inverse_temperature: Tensor, softcap: float | None) -> Tensor | None:
+    """Derivative [n, V] of the cap at the scaled logits, 1 - tanh^2; None without a cap."""
+    return None if softcap is None else (logits / (softcap * inverse_temperature[:, None])).square_().neg_().add_(1.0)
+
+
+def _excess(probabilities: Tensor, targets: Tensor, cap_slope: Tensor | None) -> Tensor:
+    """p - [v = target], written over p, times the cap's derivative: minus T d logp / d (the head's outputs).
+
+    Not p @ W and W[target] apart: where p is near 1 they cancel, which bf16 does not survive.
+    """
+    probabilities.scatter_add_(1, targets[:, None], torch.full_like(targets, -1, dtype=probabilities.dtype)[:, None])
+    return probabilities if cap_slope is None else probabilities.mul_(cap_slope)
+
+
 class _FrozenHeadLogProbs(torch.autograd.Function):
     """d logp / d hidden = (W[token] - E_p[W]) / T: computed in the forward, where the probabilities exist anyway."""
 
@@ -103,6 +115,7 @@ class _FrozenHeadLogProbs(torch.autograd.Function):
         targets: Tensor,
         inverse_temperature: Tensor,
         chunk: int,
+        softcap: float | None,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         values = _Values.empty(hidden, with_entropy)
@@ -110,10 +123,12 @@ class _FrozenHeadLogProbs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk):
             piece = slice(start, start + chunk)
             scale = inverse_temperature[piece]
-            probabilities = values.take(piece, chunk_logits(hidden[piece], weight, bias, scale, None), targets[piece])
+            logits = chunk_logits(hidden[piece], weight, bias, scale, softcap)
+            cap_slope = _cap_slope(logits, scale, softcap) if slopes is not None else None
+            probabilities = values.take(piece, logits, targets[piece])
             if slopes is not None:
-                expected = probabilities.to(weight.dtype) @ weight
-                slopes[piece] = (weight[targets[piece]].float() - expected.float()) * scale[:, None]
+                excess = _excess(probabilities, targets[piece], cap_slope)
+                slopes[piece] = (excess.to(weight.dtype) @ weight).float() * -scale[:, None]
         if slopes is not None:
             ctx.save_for_backward(slopes)
         ctx.dtype = hidden.dtype
@@ -125,7 +140,7 @@ class _FrozenHeadLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         (slopes,) = ctx.saved_tensors
-        return (grad_log_probs[:, None] * slopes).to(ctx.dtype), None, None, None, None, None, None
+        return (grad_log_probs[:, None] * slopes).to(ctx.dtype), None, None, None, None, None, None, None
 
 
 class _TrainedHeadLogProbs(torch.autograd.Function):
@@ -165,24 +180,18 @@ class _TrainedHeadLogProbs(torch.autograd.Function):
             piece = slice(start, start + ctx.chunk)
             scale = inverse_temperature[piece]
             logits = chunk_logits(hidden[piece], weight, bias, scale, ctx.softcap)
-            slope = _logit_gradient(logits, targets[piece], log_normalizers[piece], grad_log_probs[piece], scale, ctx.softcap)
+            cap_slope = _cap_slope(logits, scale, ctx.softcap)
+            excess = _excess(logits.sub_(log_normalizers[piece, None]).exp_(), targets[piece], cap_slope)
+            # The factors of rows go to the smaller matrices: [n, hidden] instead of [n, V].
+            factor = -(grad_log_probs[piece] * scale)[:, None]
             if bias_sum is not None:
-                bias_sum.add_(slope.sum(dim=0))
-            slope = slope.to(weight.dtype)
+                bias_sum.addmv_(excess.T, factor[:, 0])
+            excess = excess.to(weight.dtype)
             if grad_hidden is not None:
-                torch.mm(slope, weight, out=grad_hidden[piece])
+                grad_hidden[piece] = (excess @ weight).mul_(factor)
             if weight_sum is not None and weight.dtype == torch.float32:
-                weight_sum.addmm_(slope.T, hidden[piece])
+                weight_sum.addmm_(excess.T, hidden[piece] * factor)
             elif weight_sum is not None:
-                weight_sum.add_(slope.T @ hidden[piece])
+                weight_sum.add_(excess.T @ (hidden[piece] * factor).to(weight.dtype))
         weight_grad = None if weight_sum is None else weight_sum.to(weight.dtype)
         return grad_hidden, weight_grad, None if bias_sum is None else bias_sum.to(bias.dtype), None, None, None, None, None
-
-
-def _logit_gradient(logits: Tensor, targets: Tensor, log_normalizers: Tensor, grad: Tensor, scale: Tensor, softcap: float | None) -> Tensor:
-    """Gradient [n, V] of sum(grad * log-prob) by the head's raw outputs, written over the scaled logits."""
-    inner = None if softcap is None else (logits / (softcap * scale[:, None])).square_().neg_().add_(1.0)  # 1 - tanh^2
-    factor = (grad * scale)[:, None]
-    slope = logits.sub_(log_normalizers[:, None]).exp_().mul_(-factor)
-    slope.scatter_add_(1, targets[:, None], factor)
-    return slope if inner is None else slope.mul_(inner)

@@ -93,14 +93,33 @@ def test_temperature_defaults_to_one() -> None:
     torch.testing.assert_close(case.head(case.hidden, case.targets)[0], case.plain()[0], rtol=1e-5, atol=1e-5)
 
 
-def test_a_frozen_head_saves_nothing_of_the_vocabularys_size() -> None:
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_gradient_of_a_sure_token_survives_bf16(trained: bool) -> None:
+    """Where p is near 1, W[token] and E_p[W] nearly cancel; each rounded to bf16 they would leave noise."""
+    torch.manual_seed(1)
+    linear = nn.Linear(64, VOCAB, bias=False, dtype=torch.bfloat16).requires_grad_(trained)
+    with torch.no_grad():
+        linear.weight.normal_()
+    targets = torch.tensor([3, 11, 17])
+    hidden = (linear.weight[targets] * 0.12).detach().requires_grad_(True)
+    log_probs, _ = LogProbHead.adopt(linear, chunk_size=2, softcap=None)(hidden, targets)
+    assert (log_probs > -0.1).all()
+    (found,) = torch.autograd.grad(log_probs.sum(), [hidden])
+    exact_hidden = hidden.detach().double().requires_grad_(True)
+    exact = torch.log_softmax(exact_hidden @ linear.weight.detach().double().T, dim=1)[torch.arange(3), targets]
+    (wanted,) = torch.autograd.grad(exact.sum(), [exact_hidden])
+    assert (found.double() - wanted).norm() < 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_a_frozen_head_saves_nothing_of_the_vocabularys_size(softcap: float | None) -> None:
     saved: list[torch.Size] = []
 
     def keep(tensor: Tensor) -> Tensor:
         saved.append(tensor.shape)
         return tensor
 
-    case = Case(bias=True, trained=False, chunk=2, softcap=None)
+    case = Case(bias=True, trained=False, chunk=2, softcap=softcap)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         case.chunked()
     assert saved == [(COUNT, HIDDEN)]
