@@ -32,15 +32,15 @@ def sequences_of(draw: st.DrawFn) -> list[PlannedSequence]:
     """Up to eight groups of up to eight sequences, in any order."""
     sequences: list[PlannedSequence] = []
     for group in range(draw(st.integers(0, 8))):
-        prompt = draw(st.integers(1, LONGEST // 2))
-        branches = draw(st.lists(st.integers(0, LONGEST // 2), min_size=1, max_size=8))
+        prompt, members = draw(st.integers(1, LONGEST // 2)), draw(st.integers(1, 8))
+        branches = draw(st.lists(st.integers(0, LONGEST // 2), min_size=members, max_size=members))
         sequences += [PlannedSequence(group, prompt, branch) for branch in branches]
     return draw(st.permutations(sequences))
 
 
 workloads = sequences_of()
 ranks = st.integers(1, 5)
-budgets = st.none() | st.integers(LONGEST, 6 * LONGEST)
+budgets = st.none() | st.integers(LONGEST, 2 * LONGEST) | st.integers(LONGEST, 6 * LONGEST)
 tight_budgets = st.integers(1, LONGEST)
 styles = st.sampled_from(PACKED)
 costs = st.sampled_from([TokenCost(), TokenCost(0.05)])
@@ -181,6 +181,11 @@ def test_the_number_of_micro_batches_is_rounded_up(style: RowStyle) -> None:
 def test_the_last_micro_batch_is_as_full_as_the_others(style: RowStyle) -> None:
     plan = plan_micro_batches([PlannedSequence(g, 40, 60) for g in range(21)], 1, style=style, token_budget=1000)
     assert [len(batch) for batch in plan.ranks[0]] == [7, 7, 7]
+
+
+def test_a_rank_that_needs_fewer_micro_batches_gets_empty_ones() -> None:
+    plan = plan_micro_batches([PlannedSequence(g, 4, length) for g, length in enumerate([6, 2, 2])], 2, style="unshared", token_budget=10)
+    assert plan.ranks == [[[0], []], [[1], [2]]]
 
 
 def test_lengths_in_other_order_are_divided_anew_where_that_saves_a_micro_batch() -> None:
