@@ -38,6 +38,7 @@ setup(
     ],
     extras_require={
         "vllm": ["vllm==0.32.*"],
+        "liger": ["liger-kernel>=0.8.5,<0.9"],
         "dev": [
             "packaging",
             "pytest>=9",

@@ -17,6 +17,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ebft_ds.config.sections import ModelSection, PeftSection
 from ebft_ds.engine.leaf_modules import is_expert_block
+from ebft_ds.engine.liger import apply_liger_kernels
 from ebft_ds.engine.network import LanguageNetwork, install_log_prob_head
 from ebft_ds.errors import ConfigError, ModelError
 from ebft_ds.packing.attention import install_packed_attention
@@ -64,6 +65,8 @@ def load_actor(
         causal_lm = _from_pretrained(AutoModelForCausalLM, model.model_name_or_path, model, config)
     if model.disable_dropout:
         disable_dropout(causal_lm)
+    if model.use_liger_kernel:
+        apply_liger_kernels(causal_lm)
     install_packed_attention(causal_lm)
     install_log_prob_head(causal_lm, chunk_size)
     causal_lm.config.use_cache = False
@@ -111,6 +114,8 @@ def load_frozen_copy(model: ModelSection, deepspeed_config: dict[str, Any], *, d
         keep_layers(config.get_text_config(), deepest_layer)
     with sharded_loading(deepspeed_config):
         network = _from_pretrained(AutoModelForCausalLM if whole else AutoModel, source, model, config)
+    if model.use_liger_kernel:
+        apply_liger_kernels(network)
     install_packed_attention(network)
     if whole:
         install_log_prob_head(network, chunk_size=512)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import sys
+import types
+
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from ebft_ds.engine.liger import apply_liger_kernels
 from ebft_ds.engine.network import FeatureWork, LanguageNetwork, decoder_layers, install_log_prob_head
-from ebft_ds.errors import ModelError
+from ebft_ds.errors import ConfigError, ModelError
 from ebft_ds.packing.padded import pad_rows
 from ebft_ds.policy.logprobs import LogProbHead
 
@@ -35,6 +40,20 @@ def test_tied_head_keeps_its_parameter_and_the_models_own_forward() -> None:
 def test_models_that_scale_their_logits_are_refused(architecture: str, field: str) -> None:
     with pytest.raises(ModelError, match=field):
         install_log_prob_head(small(architecture, **{field: 0.25}), chunk_size=8)
+
+
+def test_liger_kernels_are_refused_without_package_or_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    before = model.model.layers[0].mlp.forward
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(ConfigError, match=r"ebft_ds\[liger\]"):
+        apply_liger_kernels(model)
+    package = types.ModuleType("liger_kernel")
+    package.__spec__ = importlib.machinery.ModuleSpec("liger_kernel", None)
+    monkeypatch.setitem(sys.modules, "liger_kernel", package)
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        apply_liger_kernels(model)
+    assert model.model.layers[0].mlp.forward == before
 
 
 def test_mode_layers_and_hooks_are_restored_after_a_failing_feature_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def _own_eager(module: nn.Module) -> Callable[..., AttentionOutput]:
 def _packed(
     row: PackedRow, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> Tensor:
-    refused = [name for name in NOT_HONOURED if kwargs.get(name) not in (None, False)]
+    refused = [name for name in NOT_HONOURED if kwargs.get(name) is not None and kwargs[name] is not False]
     if mask is not None and mask.shape != (1, 1, 1, 1):  # the row's own stand-in has this shape
         refused.append("a mask of its own")
     if not _causal(module, kwargs):
