@@ -25,7 +25,6 @@ from ebft_ds.errors import Preempted
 from ebft_ds.features.scorer import Scores
 from ebft_ds.monitor.metrics import MetricsAccumulator
 from ebft_ds.monitor.summary import EvalResult
-from ebft_ds.policy.coefficients import ce_coefficient, in_warm_start, rl_coefficient
 from ebft_ds.rewards.functions import RewardFunction
 from ebft_ds.sync.push import SyncReport
 from ebft_ds.trainers.advantages import log_scores, step_advantages
@@ -33,6 +32,7 @@ from ebft_ds.trainers.assembly import RunParts, build_parts
 from ebft_ds.trainers.callbacks import TrainerCallback, TrainerControl, TrainerState
 from ebft_ds.trainers.inputs import RunInputs, prepare_run
 from ebft_ds.trainers.objectives import FurtherObjectives
+from ebft_ds.trainers.phases import Phases
 from ebft_ds.trainers.policy_step import StepBatch
 from ebft_ds.trainers.report import RunReport
 from ebft_ds.trainers.step_work import log_scoring_work
@@ -137,6 +137,7 @@ class AsyncEBFTTrainer:
         self._batch, self._batch_ends, self._save_asked = None, 0, False
         prepared = prepare_run(self.args, self._inputs, record=record)
         self.args = prepared.config
+        self._phases = Phases(self.args.loss, self.args.method)
         self._objectives = FurtherObjectives(self.args.loss.reward_funcs, self._reward_functions, self.args)
         parts = build_parts(
             prepared.config,
@@ -178,7 +179,7 @@ class AsyncEBFTTrainer:
         """One optimizer step, from groups to the push."""
         step = self.state.step
         metrics, timer = MetricsAccumulator(), self._report.timer
-        if self._rolls_out(step):
+        if self._phases.rolls_out(step):
             self._bring_engine_up_to_date(parts)
             again = self._batch is not None and step < self._batch_ends
             seen = self._train_again(parts, step, metrics) if again else self._train_on_new_groups(parts, step, metrics)
@@ -189,7 +190,7 @@ class AsyncEBFTTrainer:
         self.state.step += 1
         self.state.prompts_seen += seen
         with timer("sync"):
-            sync = parts.sync.merge_check(self.state.step) if self._rolls_out(step) else SyncReport()
+            sync = parts.sync.merge_check(self.state.step) if self._phases.rolls_out(step) else SyncReport()
         self._feed_state = parts.desk.state_dict()
         self._mark_cache(parts)
         self._report.step(self.state, metrics, sync, grad_norm, learning_rate, self.callbacks, control)
@@ -197,55 +198,33 @@ class AsyncEBFTTrainer:
 
     def _train_on_references(self, parts: RunParts, step: int, metrics: MetricsAccumulator) -> int:
         """Returns how many prompts were trained on, as the two below."""
-        prompts = parts.desk.references(self._reference_count(parts, step))
+        prompts = parts.desk.references(self._phases.reference_count(step, parts.derived))
         with self._report.timer("policy"):
-            parts.policy.on_references(step, prompts, ce_coef=self._coefficients(step)[1], metrics=metrics)
+            parts.policy.on_references(step, prompts, ce_coef=self._phases.coefficients(step).ce, metrics=metrics)
         return len(prompts)
 
     def _train_on_new_groups(self, parts: RunParts, step: int, metrics: MetricsAccumulator) -> int:
-        rl_coef, ce_coef = self._coefficients(step)
-        timer, iterations = self._report.timer, self.args.loss.num_iterations
-        # Batches begin at fixed steps, also after a resume in the middle of one, so that checkpoints go on lying between them.
-        self._batch_ends = step + iterations - (step - self.args.loss.warm_start_steps) % iterations
+        coefficients, timer = self._phases.coefficients(step), self._report.timer
+        self._batch_ends = self._phases.batch_end(step)
         with timer("wait_rollout"):
             groups = parts.desk.next_groups(step, self._batch_ends - step)
         self._call("on_groups", groups)
         with timer("score"):
             scores, advantages = self._score(parts, groups)
         with timer("policy"):
-            self._batch = parts.policy.on_groups(step, groups, advantages, rl_coef=rl_coef, ce_coef=ce_coef, metrics=metrics)
+            self._batch = parts.policy.on_groups(
+                step, groups, advantages, rl_coef=coefficients.rl, ce_coef=coefficients.ce, metrics=metrics
+            )
         self._describe(parts, groups, scores, advantages, metrics)
         return len(groups)
 
     def _train_again(self, parts: RunParts, step: int, metrics: MetricsAccumulator) -> int:
-        rl_coef, ce_coef = self._coefficients(step)
+        coefficients = self._phases.coefficients(step)
         assert self._batch is not None
         parts.desk.reuse(step)
         with self._report.timer("policy"):
-            parts.policy.again(step, self._batch, rl_coef=rl_coef, ce_coef=ce_coef, metrics=metrics)
+            parts.policy.again(step, self._batch, rl_coef=coefficients.rl, ce_coef=coefficients.ce, metrics=metrics)
         return 0
-
-    def _coefficients(self, step: int) -> tuple[float, float]:
-        loss, method = self.args.loss, self.args.method
-        rl_coef = rl_coefficient(
-            step,
-            warm_start_steps=loss.warm_start_steps,
-            ebft_rl_coef=method.ebft_rl_coef,
-            rl_warmup_start=loss.rl_warmup_start,
-            rl_warmup_steps=loss.rl_warmup_steps,
-        )
-        ce_coef = ce_coefficient(
-            step, warm_start_steps=loss.warm_start_steps, ebft_ce_coef=method.ebft_ce_coef, ce_decay_steps=loss.ce_decay_steps
-        )
-        return rl_coef, ce_coef
-
-    def _rolls_out(self, step: int) -> bool:
-        """Whether a step trains on completions (else: on references alone)."""
-        return self.args.method.ebft_rl_coef > 0 and not in_warm_start(step, warm_start_steps=self.args.loss.warm_start_steps)
-
-    def _reference_count(self, parts: RunParts, step: int) -> int:
-        warm = in_warm_start(step, warm_start_steps=self.args.loss.warm_start_steps)
-        return parts.derived.warm_start_references if warm else parts.derived.groups_per_step
 
     def _score(self, parts: RunParts, groups: Sequence[RolloutGroup]) -> tuple[Scores, Tensor]:
         weights = parts.policy.sequence_weights(groups) if self.args.method.diversity_importance == "sequence" else None
@@ -286,9 +265,9 @@ class AsyncEBFTTrainer:
         step = self.state.step
         if self._engine_checked:
             parts.sync.repair(step)
-        elif step == 0 or self._rolls_out(step) or step >= self.state.total_steps:
+        elif step == 0 or self._phases.rolls_out(step) or step >= self.state.total_steps:
             parts.sync.begin(step)
-            self._engine_checked = self._rolls_out(step)
+            self._engine_checked = self._phases.rolls_out(step)
 
     def _evaluate(self, parts: RunParts) -> EvalResult | None:
         if parts.evaluation is None:

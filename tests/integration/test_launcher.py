@@ -43,11 +43,13 @@ def test_python_trainer_with_objects_callbacks_and_a_reward_function(tiny_model:
     assert done.code == 0, done.output[-4000:]
     facts = json.loads((output / "facts.json").read_text())
     assert facts["world_size"] == 2
-    assert facts["step"] == 2, "the callback asked for the end"
-    assert facts["calls"] == ["begin", *["groups 2", "scored 4", "step"] * 2, "end", "save step_2"]
+    assert facts["step"] == 3, "the callback asked for the end"
+    new_batch = ["groups 2", "scored 4", "step"]
+    asked_in_the_middle_of_a_batch = "save step_2"
+    assert facts["calls"] == ["begin", *new_batch, "step", asked_in_the_middle_of_a_batch, *new_batch, "end", "save step_3"]
     lines = metrics(output)
-    assert [line["custom/seven"] for line in lines] == [7.0, 7.0]
-    assert all(line["rewards/brevity"] < 0 for line in lines)
+    assert [line["custom/seven"] for line in lines] == [7.0, 7.0, 7.0]
+    assert all(line["rewards/brevity"] < 0 for line in (lines[0], lines[2]))
     assert 0.0 <= lines[-1]["eval/ended_share"] <= 1.0
 
 

@@ -19,7 +19,7 @@ from tools.demo_text import distinct_examples
 
 
 class Recorder(TrainerCallback):
-    """Writes down the order of the hooks, adds a metric of its own, and asks for the end after two steps."""
+    """Writes down the order of the hooks, adds a metric, asks for a checkpoint after the first step and for the end after the third."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -36,7 +36,7 @@ class Recorder(TrainerCallback):
     def on_step_end(self, state: TrainerState, control: TrainerControl, metrics: dict[str, float | None]) -> None:
         self.calls.append("step")
         metrics["custom/seven"] = 7.0
-        control.should_stop = state.step == 2
+        control.should_save, control.should_stop = state.step == 1, state.step == 3
 
     def on_save(self, state: TrainerState, checkpoint: Path) -> None:
         self.calls.append(f"save {checkpoint.name}")
@@ -61,6 +61,7 @@ def main() -> None:
             output_dir=output, dtype="float32", max_steps=5, num_generations=4, per_device_train_batch_size=4, max_seq_length=96,
             max_completion_length=12, ebft_adaptive_min_tokens=8, prompt_field="question", ground_truth_field="answer", export_final=False,
             eval_num_generations=2, reward_weights=[1.0, 0.01], eval_at_start=False, eval_at_end=False,
+            num_iterations=2, old_logprobs="engine", vllm_importance_sampling_mode="none",
         ),
         train_dataset=Dataset.from_list(rows[:20]),
         eval_dataset=rows[20:],
