@@ -17,9 +17,9 @@ from ebft_ds.packing.rows import RowBatch
 from tests.unit.small_architectures import ARCHITECTURES
 
 WINDOW = 5
-LAYERS = 3
+LAYERS = 2
 LORA_TARGETS = ["q_proj", "v_proj", "qkv_proj", "query_key_value", "o_proj", "dense_4h_to_h", "down_proj", "c_attn"]
-MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+MIXED = ["sliding_attention", "full_attention"]
 # Windows shorter than the sequences, wherever the model has them.
 WINDOWED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": WINDOW},

@@ -16,7 +16,7 @@ from ebft_ds.errors import ModelError
 from ebft_ds.packing.attention import install_packed_attention, packed_attention
 from ebft_ds.packing.packed import PackedRow, packed_batch
 from ebft_ds.packing.support import packing_support
-from tests.unit.packed_models import as_network, gradients, small_model, some_sequences
+from tests.unit.packed_models import LAYERS, as_network, gradients, small_model, some_sequences
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -92,11 +92,11 @@ def test_a_kernel_that_transformers_knows_by_name_keeps_it(monkeypatch: pytest.M
     install_packed_attention(model)
     assert model.config._attn_implementation == "some_kernel"
     model(torch.tensor([[1, 2, 3]]))
-    assert len(calls) == 3
+    assert len(calls) == LAYERS
     batch = packed_batch(some_sequences(), packed_attention("split", device="cpu"), share=True)
     model.model(**batch.rows.body_inputs(), use_cache=False)
-    batch.rows.check_forward(3)
-    assert len(calls) == 3
+    batch.rows.check_forward(LAYERS)
+    assert len(calls) == LAYERS
 
 
 def config_of(model_type: str, **fields: Any) -> PretrainedConfig:
