@@ -17,6 +17,7 @@ from ebft_ds.engine.loading import load_actor, load_frozen_copy
 from ebft_ds.engine.network import LanguageNetwork
 from ebft_ds.engine.optimizer import build_optimizer, parameter_groups
 from ebft_ds.engine.schedule import learning_rate_factor
+from ebft_ds.engine.sizes import token_cost
 from ebft_ds.errors import ConfigError
 from ebft_ds.features.layers import feature_layer_indices
 from ebft_ds.packing.attention import packed_attention
@@ -89,4 +90,4 @@ def row_packer(config: AsyncEBFTConfig, network: LanguageNetwork, device: torch.
     logger.info("%s: %s rows%s", what, choice.style, f" ({choice.reason})" if choice.reason else "")
     if choice.style == "padded":
         return RowPacker()
-    return RowPacker(choice.style, packed_attention(config.run.packing_attention, device=device))
+    return RowPacker(choice.style, packed_attention(config.run.packing_attention, device=device), token_cost(network))

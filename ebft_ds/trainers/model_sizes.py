@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import nn
-from transformers import PretrainedConfig
-
 from ebft_ds.engine.network import decoder_layers
+from ebft_ds.engine.sizes import expert_share, used_parameters
 from ebft_ds.monitor.throughput import ModelSizes
 from ebft_ds.sync.source import full_numel
 from ebft_ds.trainers.engines import Engines
@@ -25,20 +21,9 @@ def model_sizes(engines: Engines) -> ModelSizes:
     _, layers = decoder_layers(features.body)
     frozen = [(name, p) for name, p in layers[: max(engines.layer_indices)].named_parameters() if not p.requires_grad]
     return ModelSizes(
-        blocks=_count(blocks, share),
-        trained_blocks=_count([(name, p) for name, p in blocks if p.requires_grad], share),
+        blocks=used_parameters(blocks, share),
+        trained_blocks=used_parameters([(name, p) for name, p in blocks if p.requires_grad], share),
         head=sum(full_numel(p) for p in trained_head or head),
         trained_head=sum(full_numel(p) for p in trained_head),
-        feature_blocks=_count(frozen, expert_share(features.base_model.config)),
+        feature_blocks=used_parameters(frozen, expert_share(features.base_model.config)),
     )
-
-
-def expert_share(config: PretrainedConfig) -> float:
-    """Experts per token over experts per block; 1 without experts."""
-    fields = config.get_text_config().to_dict()
-    total = next((fields[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if fields.get(name)), None)
-    return 1.0 if total is None else int(fields["num_experts_per_tok"]) / int(total)
-
-
-def _count(parameters: Iterable[tuple[str, nn.Parameter]], share: float) -> int:
-    return round(sum(full_numel(p) * (share if ".experts." in name else 1.0) for name, p in parameters))
