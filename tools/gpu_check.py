@@ -6,7 +6,6 @@ check: ok, FAILED with the numbers, or skipped with the reason. Exit code 1 if a
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import tempfile
@@ -20,26 +19,12 @@ if __package__ in (None, ""):  # started as a script: the repository's root is n
 
 import torch
 
+from tools import gpu_check_packed as packed
+from tools.gpu_report import Skip, close, need
 from tools.random_model import make_random_model
 
+PACKED_BACKENDS = ("flex", "split", "dense")
 ROWS = [[5, 9, 14, 22, 7, 31], [8, 3, 44, 12], [6, 6, 19, 2, 90, 41, 17, 33]]
-
-
-class Skip(Exception):
-    """The check does not apply here; the message says why."""
-
-
-def need(package: str) -> None:
-    """Skip unless the package is installed."""
-    if importlib.util.find_spec(package) is None:
-        raise Skip(f"{package} is not installed")
-
-
-def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> str:
-    """The largest difference as text; AssertionError above the tolerance."""
-    gap = float((found.float().cpu() - wanted.float().cpu()).abs().max())
-    assert gap <= tolerance, f"largest difference {gap:.3g}, allowed {tolerance:g}"
-    return f"largest difference {gap:.2g}"
 
 
 def log_prob_head(model: Path) -> str:
@@ -232,6 +217,14 @@ def _push_check(kind: str) -> Callable[[Path], str]:
     return lambda model: vllm_push(model, kind)
 
 
+def _kernel_check(backend: str, dtype: str) -> Callable[[Path], str]:
+    return lambda model: packed.packed_kernel(backend, getattr(torch, dtype))
+
+
+def _network_check(backend: str) -> Callable[[Path], str]:
+    return lambda model: packed.packed_network(model, backend)
+
+
 def main() -> int:
     """Run every check; see the module's text for the exit codes."""
     if not torch.cuda.is_available():
@@ -241,6 +234,9 @@ def main() -> int:
         ("log-prob head", log_prob_head),
         ("log-prob head memory, bf16", head_memory),
         ("group rewards", feature_rewards),
+        *((f"packed attention, {name}, {kind}", _kernel_check(name, kind)) for name in PACKED_BACKENDS for kind in ("float32", "bfloat16")),
+        *((f"packed policy, {name}", _network_check(name)) for name in PACKED_BACKENDS),
+        ("packed policy, Liger kernels", packed.liger),
         ("embedded rollout engine", embedded_engine),
         ("ZeRO-3 engine, float32", lambda model: zero_engine(model, "float32", False)),
         ("ZeRO-3 engine, bf16", lambda model: zero_engine(model, "bfloat16", False)),
