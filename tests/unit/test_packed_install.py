@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ebft_ds.errors import ModelError
@@ -97,6 +97,19 @@ def test_a_kernel_that_transformers_knows_by_name_keeps_it(monkeypatch: pytest.M
     model.model(**batch.rows.body_inputs(), use_cache=False)
     batch.rows.check_forward(LAYERS)
     assert len(calls) == LAYERS
+
+
+def test_custom_code_under_a_known_configuration_is_left_alone() -> None:
+    class CustomForCausalLM(PreTrainedModel):
+        config_class = LlamaConfig
+        _supports_sdpa = True
+
+    custom = CustomForCausalLM(small_model("llama").config)
+    install_packed_attention(custom)
+    assert custom.config._attn_implementation == "sdpa"
+    body = AutoModel.from_config(custom.config)
+    install_packed_attention(body)
+    assert body.config._attn_implementation == "ebft_sdpa"
 
 
 def config_of(model_type: str, **fields: Any) -> PretrainedConfig:

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -34,13 +41,16 @@ AttentionOutput = tuple[Tensor, Tensor | None]
 def install_packed_attention(model: PreTrainedModel) -> None:
     """Makes the model's attention layers take packed rows. Padded rows give the same bits as before.
 
-    Before PEFT and DeepSpeed see the model. Does nothing to a model that `packing_support` does not give shared rows, and nothing the
-    second time.
+    Before PEFT and DeepSpeed see the model. Does nothing to a model that `packing_support` does not give shared rows, to one whose code
+    is not transformers' own (its packed forward is refused by `PackedRow.check_forward`), and nothing the second time.
 
     Raises:
         ModelError: the model should support it and refuses it.
     """
     if packing_support(model.config).style == "padded":
+        return
+    config_type = type(model.config)
+    if not isinstance(model, (MODEL_FOR_CAUSAL_LM_MAPPING[config_type], MODEL_MAPPING[config_type])):
         return
     wanted = {"": _register(model.config._attn_implementation)}
     for name in model.config.sub_configs:
