@@ -113,7 +113,7 @@ def _row_notes(config: AsyncEBFTConfig) -> list[str]:
     """How rows will be laid out. Errors: ConfigError for a `packing` that the model does not support."""
     from transformers import AutoConfig
 
-    from ebft_ds.packing.style import choose_row_style
+    from ebft_ds.packing.style import choose_row_style, rotary_limit
 
     notes: list[str] = []
     for name in dict.fromkeys([config.model.model_name_or_path, config.model.feature_model_name_or_path]):
@@ -121,8 +121,13 @@ def _row_notes(config: AsyncEBFTConfig) -> list[str]:
             continue
         revision = config.model.model_revision if name == config.model.model_name_or_path else None
         loaded = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=config.model.trust_remote_code)
-        choice = choose_row_style(config.run.packing, loaded, config.model.attn_implementation)
+        choice = choose_row_style(config, loaded)
         notes.append(f"rows of {name}: {choice.style}" + (f" ({choice.reason})" if choice.reason else ""))
+        if (trained := rotary_limit(loaded)) is not None and trained < config.data.max_seq_length:
+            notes.append(
+                f"{name}: in a micro-batch with a sequence of more than {trained} tokens the longest one chooses the rotary frequencies of "
+                f"all, so log-probs and features depend on the neighbours; max_seq_length: {trained} avoids it"
+            )
     return notes
 
 

@@ -30,8 +30,8 @@ class EngineFeatureNetwork:
         return self._engine.features(FeatureWork(rows, layers, positions, use_adapters=False))
 
     def identity(self, layers: Sequence[int]) -> str:
-        """Digest of the states of one fixed sequence, bit for bit: weights, dtype and kernels all show in them, wherever ZeRO-3 keeps
-        the weights. A model that was replaced in its folder is another one."""
+        """Digest of the states of one fixed sequence, bit for bit: weights, dtype and kernels show in them, wherever ZeRO-3 keeps the
+        weights. So a model that was replaced in its folder is another one (embeddings of tokens that the sequence lacks do not show)."""
         vocabulary = self._engine.network.base_model.config.get_text_config().vocab_size
         ids = [7919 * (i + 1) % vocabulary for i in range(PROBE_TOKENS)]
         states = self.hidden_states(pad_rows([ids], device=self.device), layers, torch.arange(PROBE_TOKENS, device=self.device))

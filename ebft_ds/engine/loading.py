@@ -102,12 +102,22 @@ def lora_config(section: PeftSection) -> PeftConfig:
     )
 
 
-def load_frozen_copy(model: ModelSection, deepspeed_config: dict[str, Any], *, deepest_layer: int, whole: bool) -> LanguageNetwork:
-    """The frozen copy: only blocks up to `deepest_layer` and no head, or the whole causal model when it also gives the KL reference."""
+def feature_model_config(model: ModelSection) -> PretrainedConfig:
+    """Configuration of the checkpoint that the frozen copy is made of."""
+    return load_model_config(*_feature_source(model))
+
+
+def _feature_source(model: ModelSection) -> tuple[str, ModelSection]:
     source = model.feature_model_name_or_path or model.model_name_or_path
     assert source is not None
     if source != model.model_name_or_path:
         model = model.model_copy(update={"model_revision": None})  # the revision is one of the actor's repository
+    return source, model
+
+
+def load_frozen_copy(model: ModelSection, deepspeed_config: dict[str, Any], *, deepest_layer: int, whole: bool) -> LanguageNetwork:
+    """The frozen copy: only blocks up to `deepest_layer` and no head, or the whole causal model when it also gives the KL reference."""
+    source, model = _feature_source(model)
     config = load_model_config(source, model)
     depth: int = config.get_text_config().num_hidden_layers
     if not whole:
@@ -127,6 +137,8 @@ def load_frozen_copy(model: ModelSection, deepspeed_config: dict[str, Any], *, d
 def keep_layers(config: PretrainedConfig, count: int) -> None:
     """Cuts a text configuration down to its first `count` blocks, per-layer lists included."""
     total = config.num_hidden_layers
+    if count > total:  # transformers would make up the missing blocks at random
+        raise ConfigError(f"feature layer {count} is asked of a feature model of {total} layers; see ebft_feature_layers")
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == total and ("layer" in name or "types" in name or "window" in name):
             setattr(config, name, value[:count])
@@ -148,10 +160,15 @@ def _from_pretrained(auto_class: Any, source: str, model: ModelSection, config: 
     return network
 
 
+FUNCTIONAL_NOISE = ("attention_dropout", "residual_dropout", "router_jitter_noise", "input_jitter_noise", "jitter_noise")
+"""Attributes of modules that draw without a Dropout module."""
+
+
 def disable_dropout(model: nn.Module) -> None:
     """Rewards are made without dropout and sampling runs without it; training with it would only widen the off-policy gap."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010  an attribute that only attention modules have
+        for name in FUNCTIONAL_NOISE:
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)

@@ -10,12 +10,21 @@ from transformers import PretrainedConfig
 from ebft_ds.engine.network import LanguageNetwork, decoder_layers
 from ebft_ds.packing.cost import TokenCost
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
+
 
 def expert_share(config: PretrainedConfig) -> float:
-    """Experts per token over experts per block; 1 without experts."""
-    fields = config.get_text_config().to_dict()
-    total = next((fields[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if fields.get(name)), None)
-    return 1.0 if total is None else int(fields["num_experts_per_tok"]) / int(total)
+    """Experts per token over experts per block; 1 without experts, or where the configuration names them in no known way."""
+    text = config.get_text_config()
+    total, used = _first_number(text, EXPERTS), _first_number(text, EXPERTS_PER_TOKEN)
+    return 1.0 if total is None or used is None else used / total
+
+
+def _first_number(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
+    # By attribute: configurations map further names to their own, which a dictionary of them does not show.
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def used_parameters(parameters: Iterable[tuple[str, nn.Parameter]], share: float) -> int:

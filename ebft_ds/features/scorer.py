@@ -75,7 +75,7 @@ class EBFTScorer:
         self.packer = packer or RowPacker()
         self.reference_cache = reference_cache
         self.collectives = collectives or Collectives()
-        self._recipe: tuple[FeatureNetwork, bytes] | None = None
+        self._identity: tuple[FeatureNetwork, str] | None = None
 
     def score(self, groups: Sequence[RolloutGroup], completion_weights: Tensor | None = None) -> Scores:
         """Collective: every rank passes the same groups and gets the same scores.
@@ -116,12 +116,12 @@ class EBFTScorer:
     def _cached_references(self, layout: ScoringLayout, network: FeatureNetwork) -> CachedReferences:
         if self.reference_cache is None:
             return CachedReferences()
-        if self._recipe is None or self._recipe[0] is not network:
+        if self._identity is None or self._identity[0] is not network:
             # Rank 0's word: keys must be the same on all ranks, even where their devices round differently.
             identity = self.collectives.broadcast(network.identity(self.layer_indices), str)
             assert identity is not None
-            self._recipe = network, feature_recipe(identity, self._pooling)
-        return CachedReferences.look_up(self.reference_cache, layout, self._recipe[1])
+            self._identity = network, identity
+        return CachedReferences.look_up(self.reference_cache, layout, feature_recipe(self._identity[1], self._pooling))
 
     def _forward(self, layout: ScoringLayout, cached: Collection[int], network: FeatureNetwork) -> tuple[Forwarded, dict[int, int]]:
         """What this rank forwarded, and the rank of every sequence that is not `cached`."""

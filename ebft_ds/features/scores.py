@@ -61,7 +61,7 @@ def reward_groups(
     try:
         for g in own:
             results[str(g)] = _reward_group(g, groups[g], layout, features, rule, weights)
-    except EbftError as error:
+    except (EbftError, RuntimeError) as error:  # a decomposition that does not converge is a RuntimeError of torch
         return {"error": f"{type(error).__name__} on rank {rank}: {error}"}
     return {"groups": results}
 

@@ -102,6 +102,7 @@ class PackedRow:
         return self.input_ids.numel()
 
     def body_inputs(self) -> dict[str, Any]:
+        self.served.clear()  # a row may be forwarded again, by another network
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
@@ -111,9 +112,9 @@ class PackedRow:
         }
 
     def check_forward(self, num_blocks: int) -> None:
-        if len(self.served) != num_blocks:
+        if self.served != set(range(num_blocks)):
             raise ModelError(
-                f"the packed attention was used in {len(self.served)} of {num_blocks} blocks, so sequences of one row would have seen "
+                f"the packed attention was used in blocks {sorted(self.served)} of {num_blocks}, so sequences of one row would have seen "
                 "each other: this model does not take another attention. Set packing: padded"
             )
 

@@ -17,6 +17,8 @@ class RoomyBins:
         self._heap = [(0, b) for b in range(count)]
         self._room = [capacity] * count
         self._empty = [True] * count
+        self.room_left = count * capacity
+        """Over all bins."""
 
     def place(self, cost: int, tokens: int) -> int | None:
         """The bin that took the item; None if there is none."""
@@ -28,6 +30,7 @@ class RoomyBins:
             if tokens <= room[b] or empty[b]:
                 taken = b
                 room[b] -= tokens
+                self.room_left -= tokens
                 empty[b] = False
                 heapreplace(heap, (load + cost, b))
                 break
@@ -39,6 +42,7 @@ class RoomyBins:
     def copy(self) -> RoomyBins:
         other = RoomyBins(0, 0)
         other._heap, other._room, other._empty = self._heap.copy(), self._room.copy(), self._empty.copy()
+        other.room_left = self.room_left
         return other
 
 

@@ -11,6 +11,9 @@ from ebft_ds.packing.plan_chunks import Chunks
 _LOOK = 64
 """Ranks looked at for one chunk before a try is given up."""
 
+_TRIES = 4
+"""Divisions tried for fewer micro-batches: each costs as much as the whole plan."""
+
 Batches = list[list[list[int]]]
 """Chunks by rank and micro-batch, each rank's costliest micro-batch first, so that like costs meet."""
 
@@ -24,11 +27,16 @@ def lockstep_batches(chunks: Chunks, shares: list[list[int]], token_budget: int)
     batches = _rank_by_rank(chunks, shares, token_budget)
     tokens = [chunks.tokens[part] for share in shares for chunk in share for part in chunks.parts(chunk)]
     fewest = -(-fewest_bins(tokens, token_budget) // len(shares))
-    while len(batches[0]) > fewest:
-        divided = _divide(chunks, shares, len(batches[0]) - 1, token_budget)
-        if divided is None or step_cost(chunks, divided) > step_cost(chunks, batches):
+    low = fewest
+    for _ in range(_TRIES):
+        count = (low + len(batches[0])) // 2  # below what is known to do
+        if count >= len(batches[0]):
             break
-        batches = divided
+        divided = _divide(chunks, shares, count, token_budget)
+        if divided is None or step_cost(chunks, divided) > step_cost(chunks, batches):
+            low = count + 1
+        else:
+            batches = divided
     return batches
 
 
@@ -86,6 +94,8 @@ def _divide(chunks: Chunks, shares: list[list[int]], count: int, token_budget: i
 def _place(chunks: Chunks, chunk: int, roomy: list[RoomyBins], rank: int, batches: Batches) -> bool:
     """All parts of a chunk into the rank's micro-batches, or none of them."""
     parts = chunks.parts(chunk)
+    if len(parts) > 1 and sum(chunks.tokens[part] for part in parts) > roomy[rank].room_left:
+        return False
     bins = roomy[rank] if len(parts) == 1 else roomy[rank].copy()
     taken: list[int] = []
     for part in parts:

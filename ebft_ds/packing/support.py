@@ -25,8 +25,8 @@ UNSUPPORTED_ARGUMENTS = {
     '_attn_implementation in ("eager", "sdpa")': "its attention chooses keys",
     "prepare_dynamic_mask": "its attention makes masks of its own",
 }
-NOT_HANDED_DOWN = {"nemotron"}
-"""Model types whose blocks drop the keyword arguments they do not know."""
+NOT_HANDED_DOWN = {"nemotron", "moshi", "mllama", "mllama_text_model", "longcat_flash"}
+"""Model types whose blocks drop the keyword arguments they do not know, or are not all attention with an index of their own."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ def _reason(config: PretrainedConfig) -> str | None:
         return f"it has layers of type {', '.join(other)}"
     if found.get("alibi"):
         return "its attention goes by the index in the row (ALiBi)"
+    if found.get("reorder_and_upcast_attn"):
+        return "its own attention asks by name which one runs (reorder_and_upcast_attn)"
     if found.get("is_causal") is False or found.get("use_bidirectional_attention"):
         return "its attention is not causal"
     if config.model_type in NOT_HANDED_DOWN:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebft_ds.errors import ModelError, RolloutError, WeightSyncError
+from ebft_ds.packing.attention import install_packed_attention
 from ebft_ds.rollout.decode import PREFILL_TOKENS, DecodeBatch
 from ebft_ds.rollout.manifest import TensorSpec, WeightManifest
 from ebft_ds.rollout.rows import PendingGroup, Row
@@ -80,6 +81,7 @@ class TransformersEngine:
         if loading["missing_keys"]:
             missing = sorted(loading["missing_keys"])
             raise ModelError(f"rollout engine: {spec.model_name_or_path!r} lacks weights, which would be random: {', '.join(missing[:5])}")
+        install_packed_attention(model)  # as the trainer's: with it sdpa honours a soft cap, and log-probs are those of one model
         self._model_or_none = model.to(torch.device(spec.device)).eval().requires_grad_(False)
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:

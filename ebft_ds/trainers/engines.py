@@ -13,7 +13,7 @@ from ebft_ds.config.deepspeed import build_deepspeed_config
 from ebft_ds.config.derived import DerivedNumbers
 from ebft_ds.engine.build import ZeroEngine
 from ebft_ds.engine.feature_network import EngineFeatureNetwork
-from ebft_ds.engine.loading import load_actor, load_frozen_copy
+from ebft_ds.engine.loading import feature_model_config, load_actor, load_frozen_copy
 from ebft_ds.engine.network import LanguageNetwork
 from ebft_ds.engine.optimizer import build_optimizer, parameter_groups
 from ebft_ds.engine.schedule import learning_rate_factor
@@ -21,6 +21,7 @@ from ebft_ds.engine.sizes import token_cost
 from ebft_ds.errors import ConfigError
 from ebft_ds.features.layers import feature_layer_indices
 from ebft_ds.packing.attention import packed_attention
+from ebft_ds.packing.attention.choice import AttentionName
 from ebft_ds.packing.packer import RowPacker
 from ebft_ds.packing.style import choose_row_style
 
@@ -57,6 +58,9 @@ def build_engines(
     optimizer: torch.optim.Optimizer | None,
 ) -> Engines:
     """The actor's engine with its optimizer, and a frozen copy where one is needed."""
+    feature_model = config.model.feature_model_name_or_path
+    if feature_model not in (None, config.model.model_name_or_path):
+        num_layers = feature_model_config(config.model).get_text_config().num_hidden_layers
     layer_indices = feature_layer_indices(config.method.ebft_feature_layers, num_layers)
     actor_config = build_deepspeed_config(config, derived, "actor", hidden_size)
     network = load_actor(config.model, config.peft, actor_config, chunk_size=config.loss.logprob_chunk_size, peft_config=peft_config)
@@ -68,12 +72,12 @@ def build_engines(
     factor = learning_rate_factor(config.optim, config.loss, derived.steps or config.run.max_steps)
     actor = ZeroEngine(network, actor_config, optimizer=optimizer, learning_rate_factor=factor)
     packer = row_packer(config, network, actor.device, "policy")
-    if config.peft.use_peft and config.model.feature_model_name_or_path is None:
+    if config.peft.use_peft and feature_model is None:
         return Engines(actor, None, layer_indices, packer, packer)
     copy_config = build_deepspeed_config(config, derived, "feature", hidden_size)
     # Full fine-tuning has no adapters to switch off: the copy then is the KL reference as well, and needs its upper layers and head.
     whole = config.loss.beta > 0 and not config.peft.use_peft
-    if whole and config.model.feature_model_name_or_path not in (None, config.model.model_name_or_path):
+    if whole and feature_model not in (None, config.model.model_name_or_path):
         raise ConfigError("beta > 0 in full fine-tuning takes the KL reference from the frozen copy: leave out feature_model_name_or_path")
     copy = ZeroEngine(load_frozen_copy(config.model, copy_config, deepest_layer=max(layer_indices), whole=whole), copy_config)
     feature_packer = row_packer(config, copy.network, copy.device, "features")
@@ -86,8 +90,21 @@ def row_packer(config: AsyncEBFTConfig, network: LanguageNetwork, device: torch.
     Raises:
         ConfigError: an explicit `packing` that this model does not support.
     """
-    choice = choose_row_style(config.run.packing, network.base_model.config, config.model.attn_implementation)
+    choice = choose_row_style(config, network.base_model.config)
     logger.info("%s: %s rows%s", what, choice.style, f" ({choice.reason})" if choice.reason else "")
     if choice.style == "padded":
         return RowPacker()
-    return RowPacker(choice.style, packed_attention(config.run.packing_attention, device=device), token_cost(network))
+    return RowPacker(choice.style, packed_attention(_attention_name(config, network, device), device=device), token_cost(network))
+
+
+def _attention_name(config: AsyncEBFTConfig, network: LanguageNetwork, device: torch.device) -> AttentionName:
+    """The back end asked for; flex has no dropout, which would only be found out in the first training step."""
+    name = config.run.packing_attention
+    dropout = 0.0 if config.model.disable_dropout else network.base_model.config.get_text_config().to_dict().get("attention_dropout")
+    if not dropout or name not in ("auto", "flex"):
+        return name
+    if name == "flex":
+        raise ConfigError(f"packing_attention: flex has no dropout in attention, the model's is {dropout}; set disable_dropout: true")
+    if device.type != "cpu":
+        logger.info("packed rows: split attention, since the model's attention has dropout")
+    return "auto" if device.type == "cpu" else "split"

@@ -81,10 +81,10 @@ class PolicyStep:
         """
         completions = completion_sequences(groups, advantages, mask_truncated=self._loss.mask_truncated_completions)
         references = [reference_sequence(g, group.prompt) for g, group in enumerate(groups)] if ce_coef > 0 else []
-        trained = completions
+        # A completion without a trained token adds nothing to the gradient; the denominators still count it.
+        trained = [s for s in completions if s.trained_tokens]
         if self._loss.skip_zero_advantage_batches and self._loss.beta == 0:
-            # They add nothing to the gradient; the denominators still count them.
-            trained = [s for s in completions if s.advantage != 0.0]
+            trained = [s for s in trained if s.advantage != 0.0]
         batch = self._batch(trained, references, self._sizes(completions, references))
         self._run_step(step, batch, rl_coef, ce_coef, metrics)
         return batch

@@ -56,6 +56,9 @@ class RunReport:
         self._samples: SampleLog | None = None
         if parts.collectives.is_main:
             self._progress = ProgressReporter(state.total_steps, state.step)
+        self._samples_shown = -1
+        """Which multiple of `log_samples_steps` the last table stood for."""
+        self._unwritten: dict[str, float | None] = {}
         if parts.collectives.is_main and recording:
             tensorboard = "tensorboard" in config.monitor.report_to
             self._writer = MetricsWriter(self._output_dir, tensorboard=tensorboard, start_step=state.step)
@@ -86,7 +89,9 @@ class RunReport:
                 tokens = sum(len(r.token_ids) for group in groups for r in group.rollouts)
                 metrics.add("perf/rollout_tokens_per_s", Metric.ratio(tokens, seconds))
             every = self._config.monitor.log_samples_steps
-            if every and state.step % every == 0:
+            # With num_iterations new groups come at some steps only: the first ones at or after each multiple.
+            if every and state.step // every != self._samples_shown:
+                self._samples_shown = state.step // every
                 self._show_samples(state.step + 1, groups, scores, advantages, "training samples")
         return _scored(groups, scores)
 
@@ -122,9 +127,14 @@ class RunReport:
             reduced |= self._rollout_side(sync)
         for callback in callbacks:
             callback.on_step_end(state, control, reduced)
-        if self._writer is not None and self._progress is not None and state.step % self._config.monitor.logging_steps == 0:
-            self._writer.write(state.step, reduced)
-            self._progress.update(state.step, reduced)
+        if self._writer is None or self._progress is None:
+            return
+        # With num_iterations some values come at the steps of new groups only, which need not be the logged ones.
+        self._unwritten |= reduced
+        if state.step % self._config.monitor.logging_steps == 0:
+            self._writer.write(state.step, self._unwritten)
+            self._progress.update(state.step, self._unwritten)
+            self._unwritten = {}
 
     def _rollout_side(self, sync: SyncReport) -> dict[str, float | None]:
         """Rank 0's counters."""

@@ -11,6 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from ebft_ds.engine.liger import apply_liger_kernels
+from ebft_ds.engine.loading import disable_dropout, keep_layers
 from ebft_ds.engine.network import FeatureWork, LanguageNetwork, decoder_layers, install_log_prob_head
 from ebft_ds.errors import ConfigError, ModelError
 from ebft_ds.packing.padded import pad_rows
@@ -80,3 +81,16 @@ def test_repeated_and_final_layers_are_returned_in_the_order_asked_for() -> None
     plain = network.body(rows.input_ids[:1], output_hidden_states=True).hidden_states
     torch.testing.assert_close(deep[:2], plain[3][0, [2, 0]])
     torch.testing.assert_close(first[:2], plain[1][0, [2, 0]])
+
+
+def test_noise_without_a_dropout_module_is_switched_off_too() -> None:
+    model = small("mixtral", router_jitter_noise=0.3, num_local_experts=2, num_experts_per_tok=1, attention_dropout=0.2).train()
+    disable_dropout(model)
+    ids = torch.tensor([[3, 7, 9, 11]])
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_blocks_that_a_feature_model_lacks_are_not_made_up() -> None:
+    config = small().config
+    with pytest.raises(ConfigError, match="feature layer 7 is asked of a feature model of 3 layers"):
+        keep_layers(config, 7)

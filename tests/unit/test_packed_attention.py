@@ -148,3 +148,14 @@ def test_the_back_end_is_chosen_by_device_and_length() -> None:
     assert kind("auto", "cuda", BLOCK) is FlexAttention
     assert kind("auto", "cuda", BLOCK - 1) is DenseAttention
     assert [kind(name, "cpu", 500) for name in BACKENDS] == list(BACKENDS.values())
+
+
+@pytest.mark.parametrize("transposed", [0, 1, 2])
+def test_inputs_of_any_memory_layout_are_read_rightly(transposed: int) -> None:
+    layout = layout_of((3, (2, 2)))
+    inputs = [x.detach() for x in tensors(layout.length, (2, 1), 0)]
+    inputs[transposed] = inputs[transposed].transpose(2, 3).contiguous().transpose(2, 3)
+    found = SplitAttention(layout)(*inputs, scaling=0.3, dropout=0.0, sliding_window=None, softcap=None)
+    query, key, value = inputs
+    wanted = written_out(layout, query, key, value, scaling=0.3, window=None, softcap=None)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)

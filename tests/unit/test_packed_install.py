@@ -12,9 +12,11 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ebft_ds.errors import ModelError
+from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.errors import ConfigError, ModelError
 from ebft_ds.packing.attention import install_packed_attention, packed_attention
 from ebft_ds.packing.packed import PackedRow, packed_batch
+from ebft_ds.packing.style import choose_row_style, rotary_limit
 from ebft_ds.packing.support import packing_support
 from tests.unit.packed_models import LAYERS, as_network, gradients, small_model, some_sequences
 
@@ -147,3 +149,39 @@ def test_models_whose_tokens_meet_otherwise_get_padded_rows_and_the_reason(confi
 @pytest.mark.parametrize("model_type", ["olmoe", "qwen2_moe", "qwen2", "gemma3_text", "olmo3", "cohere2", "smollm3", "granitemoe"])
 def test_models_whose_tokens_meet_in_attention_only_get_shared_rows(model_type: str) -> None:
     assert packing_support(config_of(model_type)).style == "shared"
+
+
+def test_a_row_that_is_forwarded_again_is_checked_again() -> None:
+    row = packed_batch(some_sequences(), packed_attention("split", device="cpu"), share=True).rows
+    installed = small_model("llama").base_model
+    install_packed_attention(installed)
+    installed(**row.body_inputs(), use_cache=False)
+    row.check_forward(LAYERS)
+    small_model("llama").base_model(**(row.body_inputs() | {"packed_row": None}), use_cache=False)
+    with pytest.raises(ModelError, match="would have seen each other"):
+        row.check_forward(LAYERS)
+
+
+def recipe(**fields: Any) -> AsyncEBFTConfig:
+    return AsyncEBFTConfig(**fields)
+
+
+def test_the_recipe_and_the_model_decide_on_rows() -> None:
+    llama, mamba = config_of("llama"), config_of("mamba2")
+    assert choose_row_style(recipe(), llama).style == "shared"
+    assert choose_row_style(recipe(packing="unshared"), llama).style == "unshared"
+    assert choose_row_style(recipe(packing="padded"), mamba).style == "padded"
+    with pytest.raises(ConfigError, match=r"packing: shared does not work.*state"):
+        choose_row_style(recipe(packing="shared"), mamba)
+    flash = choose_row_style(recipe(attn_implementation="flash_attention_2"), llama)
+    assert flash.style == "padded"
+    assert "flash_attention_2" in str(flash.reason)
+    llama.auto_map = {"AutoModelForCausalLM": "modeling.Mine"}
+    assert choose_row_style(recipe(), llama).style == "shared", "the checkpoint's code is not run"
+    assert choose_row_style(recipe(trust_remote_code=True), llama).style == "padded"
+
+
+def test_rotary_scaling_that_depends_on_the_neighbours_is_known() -> None:
+    assert rotary_limit(config_of("llama")) is None
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert rotary_limit(config_of("llama", max_position_embeddings=64, rope_parameters=scaled)) == 64

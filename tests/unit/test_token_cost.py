@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from ebft_ds.engine.network import LanguageNetwork
-from ebft_ds.engine.sizes import token_cost
+from ebft_ds.engine.sizes import expert_share, token_cost
 
 
 def test_a_pair_costs_its_share_of_the_blocks_operations() -> None:
@@ -27,3 +27,11 @@ def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
         return token_cost(LanguageNetwork(AutoModelForCausalLM.from_config(config))).per_pair
 
     assert cost(8) == pytest.approx(cost(4), rel=0.01), "only the router grows"
+
+
+def test_names_of_experts_differ() -> None:
+    config = LlamaConfig()
+    config.num_experts, config.top_k_experts = 8, 2
+    assert expert_share(config) == 0.25
+    config.top_k_experts = None
+    assert expert_share(config) == 1.0

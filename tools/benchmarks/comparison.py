@@ -49,7 +49,7 @@ def compare(
     torch.set_num_threads(options.threads)
     ways = [way for pair in pairs for way in pair]
     differences = {id(ours): _difference(plain, ours, TOLERANCE[options.dtype]) for plain, ours in pairs}  # the warm-up as well
-    samples = in_turns({way.name: lambda way=way: {"seconds": _seconds(way, options.device)} for way in ways}, options.rounds)  # type: ignore[misc]
+    samples = in_turns({way.name: lambda way=way: _times(way, options.device) for way in ways}, options.rounds)  # type: ignore[misc]
     for way in ways:
         found = way.facts | {"peak_extra_mb": _peak(way)}
         for sample in samples[way.name]:
@@ -59,6 +59,7 @@ def compare(
         suffix = f" ({ours.name})" if label else ""
         speed = 1 / ratio(samples, "seconds", ours.name, plain.name)
         ratios[f"speed, times the plain way{suffix}"] = speed
+        ratios[f"speed by CPU time{suffix}"] = 1 / ratio(samples, "cpu_seconds", ours.name, plain.name)
         for fact in ("gflop", "tokens"):
             if fact in plain.facts:
                 bound = plain.facts[fact] / ours.facts[fact]
@@ -88,12 +89,13 @@ def _difference(plain: Way, ours: Way, tolerance: float) -> float:
     return worst
 
 
-def _seconds(way: Way, device: str) -> float:
+def _times(way: Way, device: str) -> Measurement:
+    """Wall clock, and the CPU time of all threads: it hardly grows where other processes take the cores away."""
     _wait(device)
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     way.run()
     _wait(device)
-    return time.perf_counter() - started
+    return {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu_started}
 
 
 def _peak(way: Way) -> float:

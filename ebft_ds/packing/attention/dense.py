@@ -37,5 +37,8 @@ class DenseAttention:
             output = capped_attention(query, key, value, mask, scaling=scaling, dropout=dropout, softcap=softcap)
         else:
             gqa = query.shape[1] != key.shape[1]
+            if gqa and query.device.type == "cuda":  # its fused kernels take grouped heads without a mask only
+                repeats = query.shape[1] // key.shape[1]
+                key, value, gqa = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1), False
             output = scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=gqa)
         return output.transpose(1, 2)

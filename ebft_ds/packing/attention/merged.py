@@ -22,9 +22,10 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def kernel_takes(query: Tensor, value: Tensor) -> bool:
-    """Whether the CPU kernel computes such tensors."""
-    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1] and query.stride(-1) == value.stride(-1) == 1
+def kernel_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the CPU kernel computes such tensors; called by itself it reads others wrongly, without a word."""
+    same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    return query.device.type == "cpu" and same_width and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
 
 
 def merged_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float | None) -> Tensor:

@@ -63,7 +63,7 @@ class SplitAttention:
         lengths = [length for length in lengths if length]  # an empty prompt or completion has no tokens
         if len(lengths) < 2:
             return [self._attend(query, key, value, call)] if lengths else []
-        if group.prompt_length and call.plain and not call.dropout and kernel_takes(query, value):
+        if group.prompt_length and call.plain and not call.dropout and kernel_takes(query, key, value):
             return [merged_attention(query, key, value, lengths, call.scaling)]
         queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
         if not group.prompt_length:
