@@ -15,6 +15,7 @@ from ebft_ds.packing.padded import pad_rows
 from ebft_ds.sync.source import full_numel
 from tests.distributed.engines import make_config, make_engines
 from tests.distributed.ranks import run_ranks
+from tests.distributed.small import small_model
 
 ROWS = [[5, 9, 14, 22, 7, 31], [8, 3, 44, 12], [6, 6, 19, 2, 90, 41, 17, 33]]
 
@@ -156,3 +157,19 @@ def test_rotary_tables_stay_float32_in_a_bf16_model(tiny_model: Path) -> None:
     dtypes = run_ranks(1, bf16_rotary, tiny_model)[0]
     assert dtypes
     assert set(dtypes) == {torch.float32}
+
+
+def other_feature_model_run(collectives: Collectives, model: Path, other: Path) -> dict[str, Any]:
+    config = make_config(model, use_peft=True, lora_r=4, feature_model_name_or_path=str(other), ebft_feature_layers=[0.5, 1.0])
+    engines = make_engines(config, collectives.world_size, num_layers=4)
+    assert engines.frozen_copy is not None
+    return {"layers": engines.layer_indices, "features": engines.frozen_copy.features(feature_work(engines.layer_indices))}
+
+
+def test_another_feature_model_is_cut_by_its_own_depth(tiny_model: Path, tmp_path: Path) -> None:
+    other = small_model(tmp_path / "other")
+    (answer,) = run_ranks(1, other_feature_model_run, tiny_model, other)
+    assert answer["layers"] == [1, 2]
+    hidden, _ = plain(other, ROWS)
+    for layer, states in zip([1, 2], answer["features"], strict=True):
+        torch.testing.assert_close(states, hidden[layer], rtol=1e-5, atol=1e-5)
