@@ -63,6 +63,10 @@ def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse_te
     return logits.mul_(inverse_temperature[:, None])
 
 
+_ENTROPY_ROWS = 32
+"""The entropy needs p and log p at once; of so many rows a second tensor is small, and on a CPU stays in the cache."""
+
+
 @dataclass
 class _Values:
     """What a forward fills in, chunk by chunk."""
@@ -76,17 +80,21 @@ class _Values:
         log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         return cls(log_probs, torch.empty_like(log_probs), torch.empty_like(log_probs) if with_entropy else None)
 
-    def take(self, piece: slice, logits: Tensor, targets: Tensor) -> Tensor:
-        """Probabilities [n, V] of a chunk, written over its logits; log-probs and the like go to their places."""
+    def take(self, piece: slice, logits: Tensor, targets: Tensor, *, leave_probabilities: bool) -> None:
+        """Log-probs and the like of a chunk go to their places, and its probabilities over its logits where they are wanted."""
         log_normalizer = torch.logsumexp(logits, dim=1)
         self.log_normalizers[piece] = log_normalizer
         self.log_probs[piece] = logits.gather(1, targets[:, None]).squeeze(1) - log_normalizer
-        if self.entropy is None:
-            return logits.sub_(log_normalizer[:, None]).exp_()
-        probabilities = logits.sub(log_normalizer[:, None]).exp_()
-        # H = logZ - E_p[logit]: no further tensor of this size
-        self.entropy[piece] = log_normalizer - torch.einsum("nv,nv->n", probabilities, logits)
-        return probabilities
+        if self.entropy is not None:
+            entropy = self.entropy[piece]
+            for start in range(0, len(entropy), _ENTROPY_ROWS):
+                rows = slice(start, start + _ENTROPY_ROWS)
+                log_probs = logits[rows].sub_(log_normalizer[rows, None])
+                probabilities = log_probs.exp()
+                entropy[rows] = -log_probs.mul_(probabilities).sum(dim=1)
+                log_probs.copy_(probabilities)
+        elif leave_probabilities:
+            logits.sub_(log_normalizer[:, None]).exp_()
 
 
 def _cap_slope(logits: Tensor, inverse_temperature: Tensor, softcap: float | None) -> Tensor | None:
@@ -125,9 +133,9 @@ class _FrozenHeadLogProbs(torch.autograd.Function):
             scale = inverse_temperature[piece]
             logits = chunk_logits(hidden[piece], weight, bias, scale, softcap)
             cap_slope = _cap_slope(logits, scale, softcap) if slopes is not None else None
-            probabilities = values.take(piece, logits, targets[piece])
+            values.take(piece, logits, targets[piece], leave_probabilities=slopes is not None)
             if slopes is not None:
-                excess = _excess(probabilities, targets[piece], cap_slope)
+                excess = _excess(logits, targets[piece], cap_slope)
                 slopes[piece] = (excess.to(weight.dtype) @ weight).float() * -scale[:, None]
         if slopes is not None:
             ctx.save_for_backward(slopes)
@@ -161,7 +169,8 @@ class _TrainedHeadLogProbs(torch.autograd.Function):
         values = _Values.empty(hidden, with_entropy)
         for start in range(0, hidden.shape[0], chunk):
             piece = slice(start, start + chunk)
-            values.take(piece, chunk_logits(hidden[piece], weight, bias, inverse_temperature[piece], softcap), targets[piece])
+            logits = chunk_logits(hidden[piece], weight, bias, inverse_temperature[piece], softcap)
+            values.take(piece, logits, targets[piece], leave_probabilities=False)
         ctx.save_for_backward(hidden, weight, bias, targets, inverse_temperature, values.log_normalizers)
         ctx.chunk, ctx.softcap = chunk, softcap
         if values.entropy is not None:

@@ -74,17 +74,23 @@ def test_without_targets_it_is_the_linear_layer_it_replaced() -> None:
     assert case.head.weight is case.linear.weight
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("trained", [False, True])
-def test_without_entropy_no_second_chunk_is_made_for_it(trained: bool) -> None:
-    case = Case(bias=False, trained=trained, chunk=3, softcap=None)
+def test_a_chunk_has_one_tensor_of_logits(trained: bool, with_entropy: bool) -> None:
+    count, chunk = 150, 100
+    torch.manual_seed(0)
+    head = LogProbHead.adopt(nn.Linear(HIDDEN, VOCAB, bias=False).requires_grad_(trained), chunk_size=chunk, softcap=None)
+    hidden, targets = torch.randn(count, HIDDEN, requires_grad=True), torch.randint(VOCAB, (count,))
     with LogitSizedResults() as seen:
-        log_probs, entropy = case.head(case.hidden, case.targets, case.inverse_temperature)
-    assert entropy is None
-    torch.testing.assert_close(log_probs, case.plain()[0], rtol=1e-5, atol=1e-5)
-    with LogitSizedResults() as with_entropy:
-        case.chunked()
-    chunks = -(-COUNT // 3)
-    assert (seen.made, with_entropy.made) == (chunks, 2 * chunks)
+        log_probs, entropy = head(hidden, targets, with_entropy=with_entropy)
+    assert (entropy is not None) == with_entropy
+    assert max(seen.rows) == chunk
+    assert seen.rows.count(chunk) == 1
+    assert sum(rows > 32 for rows in seen.rows) == 2, "one tensor for each of the two chunks; the entropy's are small"
+    wanted = torch.log_softmax(head(hidden), dim=1)
+    torch.testing.assert_close(log_probs, wanted.gather(1, targets[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+    if entropy is not None:
+        torch.testing.assert_close(entropy, -(wanted.exp() * wanted).sum(dim=1), rtol=1e-5, atol=1e-5)
 
 
 def test_temperature_defaults_to_one() -> None:
@@ -139,16 +145,19 @@ class LargestLogits(TorchDispatchMode):
 
 
 class LogitSizedResults(TorchDispatchMode):
-    """How many new [n, VOCAB] tensors operations made; what is written in place is not new."""
+    """Rows of each new [n, VOCAB] tensor that an operation made; what is written in place is not new."""
 
-    made = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         known = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(args) if isinstance(tensor, Tensor)}
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[1] == VOCAB:
-                self.made += tensor.untyped_storage().data_ptr() not in known
+            sized = isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[1] == VOCAB
+            if sized and tensor.untyped_storage().data_ptr() not in known:
+                self.rows.append(tensor.shape[0])
         return result
 
 
