@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft_ds.config import load_recipe
@@ -140,10 +141,13 @@ def test_resume_repeats_the_uninterrupted_run_bit_for_bit_and_passes_over_a_dama
     whole, part = tmp_path / "whole", tmp_path / "part"
     fields = {
         "max_staleness": 0, "lora_dropout": 0.1, "save_steps": 2, "save_total_limit": 5, "num_iterations": 2, "old_logprobs": "recompute",
+        "max_train_rows": 2,  # the second pass takes the references' features from the cache
     }  # fmt: skip
     first = run(tmp_path / "recipe.yaml", overrides(tiny_model, tiny_data, whole, **fields))
     assert first.code == 0, first.output[-4000:]
     shutil.copytree(whole / "checkpoints", part / "checkpoints")
+    cached = [len(load_file(path)["keys"]) for path in (part / "checkpoints" / "step_2").glob("reference_features_rank_*")]
+    assert sum(cached) >= 2
     damaged = next((part / "checkpoints" / "step_4" / "engine").glob("*optim_states.pt"))
     damaged.write_bytes(damaged.read_bytes()[:-100])
 
