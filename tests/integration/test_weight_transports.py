@@ -383,7 +383,12 @@ def test_a_trainer_that_dies_in_the_middle_of_a_push(
     address = vllm_server.address
     store = serve_store("127.0.0.1", 30.0)
     way = GlooWay("127.0.0.1", store.port, 2)
+    keys = store.num_keys()
     assert ask(control, address, Announce("dying", manifest_of(2, policy.tensors(), complete=True), 30.0, way)).error is None
+    limit = time.monotonic() + 20
+    while store.num_keys() == keys:  # until the receiver has come: one that finds nobody would knock until the time is over
+        assert time.monotonic() < limit
+        time.sleep(0.05)
     del store  # as the death of its process
     started = time.monotonic()
     reply = until_ended(control, address, "dying")
