@@ -18,6 +18,20 @@ Answer = dict[str, Any]
 Behaviour = Callable[["StubVllm", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
 
+class Gate:
+    """Opened from the test's thread; a thousand requests wait at it without a wake-up each."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._opened = asyncio.Event()
+
+    def set(self) -> None:
+        self._loop.call_soon_threadsafe(self._opened.set)
+
+    async def wait(self) -> None:
+        await self._opened.wait()
+
+
 class StubVllm:
     """Serves from a thread of its own. Attributes may be set from the test at any time."""
 
@@ -38,10 +52,10 @@ class StubVllm:
         self.most_in_flight = 0
         self.broken_off = 0
         """Requests whose client went away before the answer."""
-        self.gate = threading.Event()
-        """What `held` waits for."""
         self._port = 0
         self._loop = asyncio.new_event_loop()
+        self.gate = Gate(self._loop)
+        """What `held` waits for."""
         self._thread = threading.Thread(target=self._loop.run_forever, name="stub-vllm", daemon=True)
         self._thread.start()
         self._runner: web.AppRunner | None = None
@@ -164,8 +178,7 @@ async def hang(stub: StubVllm, request: web.Request, body: dict[str, Any]) -> we
 
 async def held(stub: StubVllm, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     """As it should be, once the stub's gate is open."""
-    while not stub.gate.is_set():
-        await asyncio.sleep(0.005)
+    await stub.gate.wait()
     return await well(stub, request, body)
 
 

@@ -88,6 +88,16 @@ def label(server: ServerProcess, version: int) -> None:
     on_server(server, lambda api: api.set_weight_version(f"{RUN}:{version}"))
 
 
+def wait_for_tokens(server: ServerProcess) -> None:
+    """Until the server is in the middle of generation. Asked of itself: what the rollout process has heard of it may be old."""
+
+    async def count(api: VllmApi) -> float:
+        return await api.tokens_processed(60.0) or 0.0
+
+    before = on_server(server, count)
+    wait_until(lambda: on_server(server, count) > before)
+
+
 def request(index: int, n: int = 2, budget: int = 8, stop: tuple[int, ...] = (EOS,), temperature: float = TEMPERATURE) -> RolloutRequest:
     sampling = SamplingSpec(temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, stop_token_ids=list(stop), seed=1)
     tokens = [1, *range(10, 12 + index % 23), 100 + index % 300]
@@ -245,9 +255,9 @@ def test_a_request_frozen_by_a_pause_goes_on_with_both_versions(
     clients: Callable[..., RolloutClient], server: ServerProcess, reference: PreTrainedModel
 ) -> None:
     client = clients()
-    requests = [request(i, n=4, budget=220, stop=()) for i in range(3)]
+    requests = [request(i, n=4, budget=220, stop=()) for i in range(16)]  # four times what the server runs at once
     client.submit(requests)
-    wait_until(lambda: client.health().progress >= 2)  # its count of tokens has moved twice
+    wait_for_tokens(server)
     client.expect_version(1)
 
     async def relabel(api: VllmApi) -> None:
@@ -258,7 +268,7 @@ def test_a_request_frozen_by_a_pause_goes_on_with_both_versions(
     on_server(server, relabel)
     client.confirm_version(1)
     assert client.policy_version == 1
-    found = collect(client, 3)
+    found = collect(client, 16)
     check_genuine(reference, requests, found)
     versions = {tuple(span.policy_version for span in rollout.spans) for group in found.values() for rollout in group.rollouts}
     assert (0, 1) in versions
@@ -279,7 +289,7 @@ def test_a_killed_rollout_process_is_an_error_and_leaves_the_server_usable(
 ) -> None:
     client = clients()
     client.submit([request(i, n=8, budget=220, stop=()) for i in range(20)])
-    wait_until(lambda: client.health().progress >= 1)
+    wait_for_tokens(server)
     began = time.monotonic()
     os.kill(client.pid, signal.SIGKILL)
     with pytest.raises(RolloutError, match=r"the rollout process is gone \(killed by SIGKILL\)"):
@@ -297,8 +307,8 @@ def test_a_frozen_core_behind_a_healthy_front_is_noticed(clients: Callable[..., 
     assert pid is not None
     cores = [process for process in group_members(pid) if "EngineCore" in " ".join(process.cmdline())]
     assert len(cores) == 1
-    client.submit([request(i, n=8, budget=220, stop=()) for i in range(4)])
-    wait_until(lambda: client.health().progress >= 1)
+    client.submit([request(i, n=8, budget=220, stop=()) for i in range(16)])
+    wait_for_tokens(server)
     cores[0].suspend()
     try:
         assert on_server(server, lambda api: api.healthy(10.0))
