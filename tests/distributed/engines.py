@@ -42,8 +42,12 @@ def make_engines(config: AsyncEBFTConfig, world_size: int, num_layers: int = 4, 
 
 
 def random_adapter(config: AsyncEBFTConfig) -> PeftConfig:
-    """The configuration's adapter, with random B matrices: a fresh adapter changes nothing and gives A no gradient."""
+    """The configuration's adapter, with random B matrices: a fresh adapter changes nothing and gives A no gradient.
+
+    Scaled by 1: at alpha/r = 8 random matrices drown the weights and float32 itself is wrong by up to 4e-4 in a log-prob; at 1 by 2e-6.
+    """
     adapter = lora_config(config.peft)
+    adapter.lora_alpha = adapter.r
     adapter.init_lora_weights = False
     return adapter
 
