@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ebft_ds.cli.hardware import default_world_size, visible_devices
-from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.config import RecipeConfig
 from ebft_ds.config.engine_choice import rollout_engine_of, starts_servers
 from ebft_ds.errors import ConfigError
 from ebft_ds.sidecar.address import ServerAddress, is_loopback
@@ -32,7 +32,7 @@ class RankPlan:
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)} if self.devices else {}
 
 
-def plan_ranks(config: AsyncEBFTConfig, visible: Sequence[str] | None = None) -> RankPlan:
+def plan_ranks(config: RecipeConfig, visible: Sequence[str] | None = None) -> RankPlan:
     """As many ranks as the recipe asks for, else one per GPU that no server takes, else one. `visible`: default what the machine has.
 
     Errors: ConfigError if servers and ranks do not fit on the GPUs.
@@ -47,7 +47,7 @@ def plan_ranks(config: AsyncEBFTConfig, visible: Sequence[str] | None = None) ->
     return RankPlan(ranks, devices)
 
 
-def training_devices(config: AsyncEBFTConfig, visible: Sequence[str]) -> list[str]:
+def training_devices(config: RecipeConfig, visible: Sequence[str]) -> list[str]:
     """`visible` without `vllm_devices`. Errors: ConfigError for servers' GPUs that are not there, or that leave none for the ranks."""
     taken = _server_devices(config)
     if not visible or not taken:
@@ -61,14 +61,14 @@ def training_devices(config: AsyncEBFTConfig, visible: Sequence[str]) -> list[st
     return left
 
 
-def _server_devices(config: AsyncEBFTConfig) -> list[str]:
+def _server_devices(config: RecipeConfig) -> list[str]:
     """GPUs of this machine that the recipe's servers have: started with the run, or by `ebft-ds serve` of the same recipe here."""
     if rollout_engine_of(config) != "vllm" or config.vllm.vllm_colocate or not (starts_servers(config) or _served_here(config)):
         return []
     return [str(number) for number in config.vllm.vllm_devices or []]
 
 
-def _served_here(config: AsyncEBFTConfig) -> bool:
+def _served_here(config: RecipeConfig) -> bool:
     """Are all named servers on this machine? Unusable names are reported where they are resolved."""
     named = config.vllm.vllm_server_base_url
     try:

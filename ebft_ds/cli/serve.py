@@ -15,7 +15,7 @@ import typer
 from ebft_ds.cli.exit_code import signal_name
 from ebft_ds.cli.hardware import visible_devices
 from ebft_ds.cli.train import OverridesArgument, RecipeArgument, show_notes
-from ebft_ds.config import AsyncEBFTConfig, load_recipe
+from ebft_ds.config import RecipeConfig, load_recipe
 from ebft_ds.errors import ConfigError
 
 POLL_SECONDS = 0.5
@@ -81,7 +81,7 @@ def serve(
             signal.signal(number, handler)
 
 
-def serving_config(config: AsyncEBFTConfig, devices: list[str]) -> AsyncEBFTConfig:
+def serving_config(config: RecipeConfig, devices: list[str]) -> RecipeConfig:
     """The recipe as one that starts servers here, on the devices it names or on the first that suffice.
 
     Errors: ConfigError for a recipe whose server only a training can start, and for sizes or devices that do not fit.
@@ -106,7 +106,7 @@ def serving_config(config: AsyncEBFTConfig, devices: list[str]) -> AsyncEBFTConf
     return serving
 
 
-def _checked_plans(config: AsyncEBFTConfig, devices: list[str], endpoints: Path | None) -> Any:
+def _checked_plans(config: RecipeConfig, devices: list[str], endpoints: Path | None) -> Any:
     from ebft_ds.config.preflight import check_model_files
     from ebft_ds.sidecar.keys import given_key
     from ebft_ds.sidecar.plans import server_plans

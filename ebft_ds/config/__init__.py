@@ -2,5 +2,7 @@
 
 from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.loader import LoadedRecipe, load_recipe
+from ebft_ds.config.recipe import RecipeConfig
+from ebft_ds.config.reward import RewardConfig
 
-__all__ = ["AsyncEBFTConfig", "LoadedRecipe", "load_recipe"]
+__all__ = ["AsyncEBFTConfig", "LoadedRecipe", "RecipeConfig", "RewardConfig", "load_recipe"]

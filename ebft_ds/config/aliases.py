@@ -34,6 +34,7 @@ _COMMON_NAMES = {
     "validation_file": "eval_dataset",
     "dataset_split": "train_split",
     "max_length": "max_seq_length",
+    "max_sequence_length": "max_seq_length",
     "max_model_len": "max_seq_length",
     "sequence_len": "max_seq_length",
     "prompt_column": "prompt_field",
@@ -78,6 +79,14 @@ _COMMON_NAMES = {
     "sft_warmup_steps": "warm_start_steps",
     "warm_start_lr": "warm_start_learning_rate",
     "reward_functions": "reward_funcs",
+    # reward models
+    "center_rewards": "center_rewards_coefficient",
+    "loss_margin_field": "margin_field",
+    "chosen_key": "chosen_field",
+    "rejected_key": "rejected_field",
+    "chosen_column": "chosen_field",
+    "rejected_column": "rejected_field",
+    "eval_batch_size": "per_device_eval_batch_size",
     # optimizer
     "lr": "learning_rate",
     "lr_scheduler": "lr_scheduler_type",

@@ -104,7 +104,12 @@ _ROWS = (
     _no("dion_momentum", None, "Dion optimizer. The optimizer here is AdamW."),
     _no("dion_rank_fraction", None, "Dion optimizer. The optimizer here is AdamW."),
     _no("dion_rank_multiple_of", None, "Dion optimizer. The optimizer here is AdamW."),
-    _different("reward_weights", None, "Feature matching comes first, then one weight per entry of reward_funcs.", "reward_weights"),
+    _different(
+        "reward_weights",
+        None,
+        "Feature matching comes first, then one weight per entry of reward_models, then of reward_funcs.",
+        "reward_weights",
+    ),
     _same(
         "multi_objective_aggregation", "sum_then_normalize", "With advantage_estimator: group; ebft_rloo adds weighted advantages instead."
     ),
@@ -121,7 +126,12 @@ _ROWS = (
         "mask_truncated_completions",
     ),
     _same("skip_zero_advantage_batches", True, "No policy forward for micro-batches whose advantages are all 0; ranks stay in lockstep."),
-    _no("reward_num_workers", 1, "Worker processes for rewards. Feature scoring is a collective of the trainer's ranks."),
+    _different(
+        "reward_num_workers",
+        1,
+        "Worker processes of reward functions. Feature scoring is a collective of the trainer's ranks.",
+        "reward_num_workers",
+    ),
     _different(
         "scoring_token_budget",
         None,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.check_context import Note, Surroundings
 from ebft_ds.config.derived import global_batch, indivisible
+from ebft_ds.config.recipe import RecipeConfig
 
 
-def check_batch(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def check_batch(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     """Batch sizes, steps, ranks."""
     if around.world_size is not None and global_batch(config, around.world_size) % config.rollout.num_generations:
         yield indivisible(config, around.world_size)
@@ -26,7 +26,7 @@ def check_batch(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
         yield f"num_processes {config.run.num_processes} is more than this machine's {around.accelerators} GPU(s); one rank needs one"
 
 
-def check_group(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def check_group(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     """What a group of n completions allows."""
     n, method, loss = config.rollout.num_generations, config.method, config.loss
     if method.ebft_rl_coef == 0:
@@ -48,7 +48,7 @@ def check_group(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
         yield Note("eval_num_generations: 1 leaves diversity and the unbiased feature loss of evaluations undefined")
 
 
-def check_objective(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def check_objective(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     """Is something trained, and do its coefficients fit together?"""
     method, loss = config.method, config.loss
     feature_weight = abs(method.ebft_alignment_coef) + method.ebft_diversity_coef
@@ -73,7 +73,7 @@ def check_objective(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[s
         yield f"ebft_whitening_rtol: {method.ebft_whitening_rtol} would drop every singular value; it is a share of the largest, below 1"
 
 
-def check_lengths(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def check_lengths(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     """Prompt, completion and context."""
     data, completion = config.data, config.rollout.max_completion_length
     if completion >= data.max_seq_length:
@@ -96,7 +96,7 @@ def check_lengths(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str
         yield f"max_seq_length {data.max_seq_length} is longer than the model's context of {around.model.context_length} tokens"
 
 
-def check_layers(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def check_layers(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     """Feature layers."""
     layers = config.method.ebft_feature_layers
     if not layers:

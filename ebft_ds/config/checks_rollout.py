@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.check_context import Note, Surroundings
 from ebft_ds.config.engine_choice import rollout_engine_of
 from ebft_ds.config.fields import nearest
+from ebft_ds.config.recipe import RecipeConfig
 
 GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p")
 """What generation_kwargs may hold."""
@@ -19,7 +19,7 @@ OBJECT_NAME = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 """`package.module:Name`."""
 
 
-def check_precision(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def check_precision(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     """Number formats, kernels, checkpointing."""
     model, rollout = config.model, config.rollout
     on_cpu = around.accelerators == 0
@@ -42,7 +42,7 @@ def check_precision(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[s
         yield "model_revision has no meaning for a model folder; remove it"
 
 
-def check_rollout(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def check_rollout(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     """Staleness, rollout loop, sampling."""
     rollout, interval = config.rollout, config.rollout.vllm_merge_check_interval
     if rollout.max_staleness < interval - 1:
@@ -70,7 +70,7 @@ def _check_device(device: str | None, around: Surroundings) -> Iterator[str]:
             yield f"rollout_device: {device}: this machine has {around.accelerators} GPU(s)"
 
 
-def _check_sampling(config: AsyncEBFTConfig) -> Iterator[str]:
+def _check_sampling(config: RecipeConfig) -> Iterator[str]:
     rollout = config.rollout
     stated: dict[str, Any] = {
         "temperature": rollout.temperature,

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.check_context import Note, Surroundings
 from ebft_ds.config.checks_rollout import OBJECT_NAME
+from ebft_ds.config.recipe import RecipeConfig
 
 
-def check_loss(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def check_loss(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     """Importance weights and KL."""
     loss = config.loss
     if loss.old_logprobs == "engine" and loss.vllm_importance_sampling_mode != "none":
@@ -27,7 +27,7 @@ def check_loss(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
         yield Note("beta above 0 with full fine-tuning keeps the whole frozen model in memory, head included")
 
 
-def check_iterations(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def check_iterations(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     """Several optimizer steps on each batch of rollouts."""
     loss, iterations = config.loss, config.loss.num_iterations
     if iterations == 1:
@@ -57,7 +57,7 @@ def check_iterations(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[
         )
 
 
-def check_rewards(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def check_rewards(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     """Further objectives."""
     loss, further = config.loss, len(config.loss.reward_funcs) + around.reward_functions
     count = 1 + further
@@ -83,7 +83,7 @@ def check_rewards(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str
             yield "multi_objective_aggregation: normalize_then_sum needs advantage_estimator: group"
 
 
-def check_adapter(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def check_adapter(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     """Fields that need an adapter."""
     peft, optim = config.peft, config.optim
     if peft.use_peft:
@@ -97,7 +97,7 @@ def check_adapter(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str
         yield Note("lora_* fields have no effect with use_peft: false")
 
 
-def check_optimizer(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def check_optimizer(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     """Schedule and parameter groups."""
     optim, cosine = config.optim, ("cosine", "cosine_with_min_lr")
     if optim.warmup_steps and optim.warmup_ratio:
@@ -146,7 +146,7 @@ def _check_lr_groups(groups: list[dict[str, Any]]) -> Iterator[str]:
                 yield f"{where}: {key}: {value!r} is not a number of 0 or more"
 
 
-def check_data(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def check_data(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     """Held-out prompts and field names."""
     data = config.data
     if data.eval_dataset and data.eval_holdout:
@@ -159,7 +159,7 @@ def check_data(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
         yield f"prompt_field and ground_truth_field are both {data.prompt_field!r}"
 
 
-def check_saving(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def check_saving(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     """What is kept of a run."""
     keep, run = config.checkpoint, config.run
     if not (keep.save_steps or keep.save_at_end or keep.export_final):

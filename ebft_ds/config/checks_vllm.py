@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.check_context import Note, Surroundings
 from ebft_ds.config.engine_choice import devices_of_one_server, rollout_engine_of, starts_servers, transport_of
+from ebft_ds.config.recipe import RecipeConfig
 
 SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE = 0.01, 2.0
 """That vLLM samples at as asked: it raises lower ones without a word and refuses higher ones."""
@@ -15,7 +15,7 @@ LARGEST_LORA_RANK = 512
 """That vLLM holds."""
 
 
-def check_vllm(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def check_vllm(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     """All findings about the sidecar."""
     yield from _check_choice(config)
     if rollout_engine_of(config) == "transformers":
@@ -29,7 +29,7 @@ def check_vllm(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
         yield from _check_colocation(config, around)
 
 
-def _check_choice(config: AsyncEBFTConfig) -> Iterator[str]:
+def _check_choice(config: RecipeConfig) -> Iterator[str]:
     vllm, engine = config.vllm, config.rollout.rollout_engine
     ways = {
         "vllm_launch": vllm.vllm_launch,
@@ -53,7 +53,7 @@ def _check_choice(config: AsyncEBFTConfig) -> Iterator[str]:
         yield "vllm_server_base_url is an empty list; name a server, or null for none"
 
 
-def _check_embedded(config: AsyncEBFTConfig) -> Iterator[str]:
+def _check_embedded(config: RecipeConfig) -> Iterator[str]:
     rollout = config.rollout
     if rollout.sync_mode == "adapter":
         yield "sync_mode: adapter needs the vllm engine; the embedded engine takes merged weights"
@@ -64,7 +64,7 @@ def _check_embedded(config: AsyncEBFTConfig) -> Iterator[str]:
         yield Note(f"{', '.join(idle)}: no effect, since the embedded engine is used; vllm_launch: true starts a server")
 
 
-def _check_sizes(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def _check_sizes(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     vllm = config.vllm
     longest, needed = vllm.vllm_max_model_len, config.data.max_seq_length
     if longest is not None and longest < needed:
@@ -98,7 +98,7 @@ def _check_sizes(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]
         yield Note("rollout_device has no effect: it is the embedded engine's; the servers' GPUs are vllm_devices")
 
 
-def _check_transport(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def _check_transport(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     rollout, peft = config.rollout, config.peft
     on_cpu = around.accelerators == 0
     transport = transport_of(config, on_cpu=on_cpu)
@@ -120,7 +120,7 @@ def _check_transport(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[
         yield f"sync_transport: {rollout.sync_transport} has no meaning in sync_mode: adapter, which goes through files; leave it out"
 
 
-def _check_devices(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def _check_devices(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     vllm = config.vllm
     devices = vllm.vllm_devices
     each = devices_of_one_server(config)
@@ -145,7 +145,7 @@ def _check_devices(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[st
         )
 
 
-def _check_colocation(config: AsyncEBFTConfig, around: Surroundings) -> Iterator[str]:
+def _check_colocation(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     vllm = config.vllm
     if around.accelerators == 0:
         yield "vllm_colocate shares a GPU, and this run is on the CPU; use vllm_launch: true"

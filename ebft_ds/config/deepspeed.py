@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.deepspeed_files import DEFAULT_FILES, find_deepspeed_file, read_deepspeed_file, shipped_folder
-from ebft_ds.config.derived import DerivedNumbers
+from ebft_ds.config.recipe import RecipeConfig
 from ebft_ds.errors import ConfigError
 
 EngineKind = Literal["actor", "feature"]
 AUTO = "auto"
+
+
+class BatchNumbers(Protocol):
+    """What of a mode's derived numbers DeepSpeed is told."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def global_batch(self) -> int: ...
+
 
 _REFUSED = {
     "optimizer": "the recipe owns the optimizer (learning_rate, weight_decay, adam_*, lr_groups)",
@@ -29,7 +39,7 @@ _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def build_deepspeed_config(
-    config: AsyncEBFTConfig, derived: DerivedNumbers, kind: EngineKind = "actor", hidden_size: int | None = None
+    config: RecipeConfig, derived: BatchNumbers, kind: EngineKind = "actor", hidden_size: int | None = None
 ) -> dict[str, Any]:
     """What `deepspeed.initialize` is given for the actor or for the frozen feature copy.
 
@@ -47,7 +57,7 @@ def build_deepspeed_config(
     return content
 
 
-def _read(config: AsyncEBFTConfig, kind: EngineKind) -> tuple[dict[str, Any], str]:
+def _read(config: RecipeConfig, kind: EngineKind) -> tuple[dict[str, Any], str]:
     """The file's content and its name; a mapping in the recipe is laid over the shipped file."""
     field = "deepspeed" if kind == "actor" else "feature_deepspeed"
     stated = config.engine.deepspeed if kind == "actor" else config.engine.feature_deepspeed
@@ -87,7 +97,7 @@ def _refusals(content: dict[str, Any], kind: EngineKind) -> Iterator[str]:
             yield f"zero_optimization.{key}: device nvme needs nvme_path"
 
 
-def _contradictions(content: dict[str, Any], config: AsyncEBFTConfig, derived: DerivedNumbers) -> Iterator[str]:
+def _contradictions(content: dict[str, Any], config: RecipeConfig, derived: BatchNumbers) -> Iterator[str]:
     dtype = config.model.dtype
     for key, name in _PRECISIONS.items():
         section = content.get(key)
@@ -98,14 +108,14 @@ def _contradictions(content: dict[str, Any], config: AsyncEBFTConfig, derived: D
         ("gradient_clipping", "max_grad_norm", config.optim.max_grad_norm),
         ("train_micro_batch_size_per_gpu", "per_device_train_batch_size", config.run.per_device_train_batch_size),
         ("gradient_accumulation_steps", "gradient_accumulation_steps", config.run.gradient_accumulation_steps),
-        ("train_batch_size", "global batch (completions)", derived.global_batch),
+        ("train_batch_size", "global batch", derived.global_batch),
     )
     for key, field, value in stated:
         if content.get(key, AUTO) not in (AUTO, value):
             yield f"{key} is {content[key]}, but the recipe says {field}: {value}; set it to auto or make them equal"
 
 
-def _fill(content: dict[str, Any], config: AsyncEBFTConfig, derived: DerivedNumbers, kind: EngineKind, hidden_size: int | None) -> None:
+def _fill(content: dict[str, Any], config: RecipeConfig, derived: BatchNumbers, kind: EngineKind, hidden_size: int | None) -> None:
     """Fill in place. Batch sizes only serve DeepSpeed's own bookkeeping: micro-batches are cut by the planner."""
     content["train_micro_batch_size_per_gpu"] = config.run.per_device_train_batch_size
     content["gradient_accumulation_steps"] = 1

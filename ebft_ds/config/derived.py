@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ebft_ds.config.async_ebft import AsyncEBFTConfig
+from ebft_ds.config.recipe import RecipeConfig
 from ebft_ds.config.sections import RunSection
 from ebft_ds.errors import ConfigError
 
@@ -80,7 +80,7 @@ class DerivedNumbers:
         ]
 
 
-def derive(config: AsyncEBFTConfig, world_size: int, rows: int | None = None) -> DerivedNumbers:
+def derive(config: RecipeConfig, world_size: int, rows: int | None = None) -> DerivedNumbers:
     """The numbers of a run over `world_size` ranks with `rows` usable training rows.
 
     Errors: ConfigError if the batch numbers do not divide (`checks.check_config` reports it beside everything else).
@@ -117,12 +117,12 @@ def derive(config: AsyncEBFTConfig, world_size: int, rows: int | None = None) ->
     )
 
 
-def global_batch(config: AsyncEBFTConfig, world_size: int) -> int:
+def global_batch(config: RecipeConfig, world_size: int) -> int:
     """Completions in one optimizer step over all ranks."""
     return config.run.per_device_train_batch_size * config.run.gradient_accumulation_steps * world_size
 
 
-def iterations_per_batch(config: AsyncEBFTConfig) -> int:
+def iterations_per_batch(config: RecipeConfig) -> int:
     """EBFT steps on each batch of groups; steps on references alone (`ebft_rl_coef: 0`) always take new ones."""
     return config.loss.num_iterations if config.method.ebft_rl_coef > 0 else 1
 
@@ -132,7 +132,7 @@ def train_token_budget(run: RunSection, *, max_seq_length: int) -> int:
     return run.train_token_budget or run.per_device_train_batch_size * max_seq_length
 
 
-def indivisible(config: AsyncEBFTConfig, world_size: int) -> str:
+def indivisible(config: RecipeConfig, world_size: int) -> str:
     """The message for a batch that is no whole number of groups, with the nearest batch that is."""
     n, run = config.rollout.num_generations, config.run
     unit = run.gradient_accumulation_steps * world_size
@@ -145,18 +145,18 @@ def indivisible(config: AsyncEBFTConfig, world_size: int) -> str:
     )
 
 
-def prompt_limit(config: AsyncEBFTConfig) -> int:
+def prompt_limit(config: RecipeConfig) -> int:
     """Longest prompt in tokens: what is left of max_seq_length beside a completion."""
     return config.data.max_prompt_length or config.data.max_seq_length - config.rollout.max_completion_length
 
 
-def _ebft_steps(config: AsyncEBFTConfig, groups: int, rows: int | None) -> int | None:
+def _ebft_steps(config: RecipeConfig, groups: int, rows: int | None) -> int | None:
     if config.run.max_steps >= 0:
         return max(0, config.run.max_steps - config.loss.warm_start_steps)
     return math.ceil(config.run.num_train_epochs * rows / groups) * iterations_per_batch(config) if rows is not None else None
 
 
-def _warmup(config: AsyncEBFTConfig, ebft_steps: int | None) -> int | None:
+def _warmup(config: RecipeConfig, ebft_steps: int | None) -> int | None:
     if config.optim.warmup_steps or not config.optim.warmup_ratio:
         return config.optim.warmup_steps
     return round(config.optim.warmup_ratio * ebft_steps) if ebft_steps is not None else None

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebft_ds.config.aliases import ALIASES, aliases_of
-from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.axolotl_fields import AXOLOTL_FIELDS, AxolotlField
 from ebft_ds.config.fields import FIELDS, FieldSpec, nearest
 from ebft_ds.config.other_systems import REFUSED_KEYS
+from ebft_ds.config.recipe import RecipeConfig
 from ebft_ds.errors import ConfigError
 
 
@@ -65,7 +65,7 @@ def shown(value: Any) -> str:
 
 def schema() -> dict[str, Any]:
     """JSON schema of a recipe by sections."""
-    return AsyncEBFTConfig.model_json_schema()
+    return RecipeConfig.model_json_schema()
 
 
 def _explain_field(spec: FieldSpec, asked: str) -> str:

@@ -9,18 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ebft_ds.config.async_ebft import AsyncEBFTConfig
+from ebft_ds.config.recipe import RecipeConfig
+from ebft_ds.config.reward import RewardConfig
 from ebft_ds.config.settings import Layer, Setting, Source, read_settings
 from ebft_ds.config.yaml_text import parse_value, read_yaml_settings
 from ebft_ds.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+CONFIGS: dict[str, type[RecipeConfig]] = {kind.MODE: kind for kind in (AsyncEBFTConfig, RewardConfig)}
+"""`mode` -> the class of its recipes."""
+
 
 @dataclass(frozen=True)
 class LoadedRecipe:
     """A configuration and where it came from."""
 
-    config: AsyncEBFTConfig
+    config: RecipeConfig
+    """Of the class that the recipe's `mode` names."""
     sources: dict[str, Source] = field(default_factory=dict)
     """Field -> file and line (or override) that set it; a field not in here has its default."""
     files: list[Path] = field(default_factory=list)
@@ -40,7 +46,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     layer = _overrides_layer(overrides, layer).laid_over(layer)
     for note in layer.notes:
         logger.info(note)
-    config = AsyncEBFTConfig.from_layer(layer)
+    kind = CONFIGS.get(str(layer.values.get("mode", AsyncEBFTConfig.MODE)), AsyncEBFTConfig)  # an unknown mode is refused by its field
+    config = kind.from_layer(layer)
     return LoadedRecipe(config, dict(layer.sources), files, list(overrides), list(dict.fromkeys(layer.notes)))
 
 

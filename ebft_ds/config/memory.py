@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.derived import DerivedNumbers
 from ebft_ds.config.engine_choice import rollout_engine_of
 from ebft_ds.config.model_facts import ModelFacts
+from ebft_ds.config.recipe import RecipeConfig
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MASTER_AND_MOMENTS = 12
@@ -25,7 +25,7 @@ class MemoryItem:
     where: str
 
 
-def adapter_parameters(config: AsyncEBFTConfig, facts: ModelFacts) -> int:
+def adapter_parameters(config: RecipeConfig, facts: ModelFacts) -> int:
     """Trained parameters of a LoRA on all linear layers of a decoder with a gated MLP."""
     hidden, inner = facts.hidden_size, facts.intermediate_size
     heads, kv = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
@@ -33,13 +33,13 @@ def adapter_parameters(config: AsyncEBFTConfig, facts: ModelFacts) -> int:
     return facts.num_layers * config.peft.lora_r * widths
 
 
-def deepest_layer(config: AsyncEBFTConfig, facts: ModelFacts) -> int:
+def deepest_layer(config: RecipeConfig, facts: ModelFacts) -> int:
     """Blocks that a frozen copy holds."""
     layers = [value if isinstance(value, int) else int(value * facts.num_layers + 1e-9) for value in config.method.ebft_feature_layers]
     return min(facts.num_layers, max([1, *layers]))
 
 
-def estimate_memory(config: AsyncEBFTConfig, facts: ModelFacts, derived: DerivedNumbers) -> list[MemoryItem]:
+def estimate_memory(config: RecipeConfig, facts: ModelFacts, derived: DerivedNumbers) -> list[MemoryItem]:
     """Items of one rank, and of the rollout engine."""
     size, ranks = _BYTES[config.model.dtype], derived.world_size
     trained = adapter_parameters(config, facts) if config.peft.use_peft else facts.parameters
@@ -64,7 +64,7 @@ def estimate_memory(config: AsyncEBFTConfig, facts: ModelFacts, derived: Derived
     return items
 
 
-def _activations(config: AsyncEBFTConfig, facts: ModelFacts, derived: DerivedNumbers, size: int) -> int:
+def _activations(config: RecipeConfig, facts: ModelFacts, derived: DerivedNumbers, size: int) -> int:
     """Of a full micro-batch: packed rows up to the token budget, padded ones up to their number as well."""
     tokens = derived.train_token_budget
     if config.run.packing == "padded":
@@ -75,21 +75,21 @@ def _activations(config: AsyncEBFTConfig, facts: ModelFacts, derived: DerivedNum
     return per_layer * facts.num_layers * _ACTIVATIONS_PER_TOKEN_AND_LAYER
 
 
-def _head(config: AsyncEBFTConfig, facts: ModelFacts, size: int) -> int:
+def _head(config: RecipeConfig, facts: ModelFacts, size: int) -> int:
     """One chunk of logits in float32, before that in `dtype`, once more for the entropy; the float32 gradient of a trained head."""
     per_logit = 4 + (4 if config.loss.log_entropy else 0) + (size if size < 4 else 0)
     trained = not config.peft.use_peft or "lm_head" in config.peft.lora_modules_to_save
     return facts.vocab_size * (config.loss.logprob_chunk_size * per_logit + (4 * facts.hidden_size if trained else 0))
 
 
-def _server(config: AsyncEBFTConfig, facts: ModelFacts) -> MemoryItem:
+def _server(config: RecipeConfig, facts: ModelFacts) -> MemoryItem:
     """Its key/value cache takes what `vllm_gpu_memory_utilization` leaves, or `vllm_kv_cache_memory_bytes`."""
     shards = config.vllm.vllm_tensor_parallel_size * config.vllm.vllm_pipeline_parallel_size
     size = _BYTES[config.rollout.rollout_dtype or config.model.dtype]
     return MemoryItem("weights, beside its key/value cache", facts.parameters * size // shards, "vLLM, each worker")
 
 
-def _embedded(config: AsyncEBFTConfig, facts: ModelFacts) -> MemoryItem:
+def _embedded(config: RecipeConfig, facts: ModelFacts) -> MemoryItem:
     size = _BYTES[config.rollout.rollout_dtype or config.model.dtype]
     cache = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * size
     held = facts.parameters * size + config.rollout.rollout_batch_size * config.data.max_seq_length * cache

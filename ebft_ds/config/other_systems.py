@@ -85,7 +85,6 @@ REFUSED_KEYS: dict[str, RefusedKey] = {
     "use_wandb": _TENSORBOARD,
     "fsdp": RefusedKey("FSDP. The engine is DeepSpeed ZeRO-3.", (None, False, "", [])),
     "fsdp_config": RefusedKey("FSDP. The engine is DeepSpeed ZeRO-3.", (None, {})),
-    "torch_compile": RefusedKey("torch.compile of the model. ZeRO-3's hooks break its graphs."),
     "neftune_noise_alpha": RefusedKey("Noise on embeddings; it would bias the policy's log-probs."),
     "repetition_penalty": RefusedKey("A penalty makes the sampled distribution another one than the policy's log-probs.", (None, 1.0)),
     "trl": RefusedKey("A section of Axolotl configurations. `ebft-ds convert-config FILE` translates them.", (None, {})),

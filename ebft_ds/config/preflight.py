@@ -10,8 +10,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.model_facts import ModelFacts, read_model_facts
+from ebft_ds.config.recipe import RecipeConfig
 from ebft_ds.errors import ConfigError, DataError, ModelError
 
 RUN_FILES = ("config.resolved.yaml", "metrics.jsonl", "samples.jsonl", "tb", "logs", "checkpoints", "final")
@@ -21,7 +21,7 @@ _DATA_ENDINGS = (".jsonl", ".json", ".parquet", ".gz", ".csv")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
-def check_output_dir(config: AsyncEBFTConfig) -> Path:
+def check_output_dir(config: RecipeConfig) -> Path:
     """The output folder, if a run may write there; nothing is created.
 
     Errors: ConfigError if it is not set, is a file, cannot be written, or holds another run that is neither resumed nor overwritten.
@@ -41,7 +41,7 @@ def check_output_dir(config: AsyncEBFTConfig) -> Path:
     return folder
 
 
-def prepare_output_dir(config: AsyncEBFTConfig) -> Path:
+def prepare_output_dir(config: RecipeConfig) -> Path:
     """Check and create the output folder (one process calls this). With `overwrite_output_dir` a former run's files are deleted,
     and only those: other files in the folder stay."""
     folder = check_output_dir(config)
@@ -71,7 +71,7 @@ def _check_writable(folder: Path) -> None:
     os.unlink(name)
 
 
-def check_model_files(config: AsyncEBFTConfig) -> ModelFacts | None:
+def check_model_files(config: RecipeConfig) -> ModelFacts | None:
     """Sizes from the model's config.json; None for a hub name (not looked up here). The feature model's folder is checked as well.
 
     Errors: ModelError for a folder that is missing or holds no configuration or no weights.
@@ -93,7 +93,7 @@ def _check_folder(model: str) -> ModelFacts | None:
     return facts
 
 
-def check_dataset_paths(config: AsyncEBFTConfig) -> None:
+def check_dataset_paths(config: RecipeConfig) -> None:
     """DataError for a dataset that is plainly a path and does not exist; whether its content is usable is found out by the ranks."""
     for field, name in (("train_dataset", config.data.train_dataset), ("eval_dataset", config.data.eval_dataset)):
         if name is None or Path(name).exists():

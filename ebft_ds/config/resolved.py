@@ -8,12 +8,12 @@ from pathlib import Path
 
 import yaml
 
-from ebft_ds.config.async_ebft import AsyncEBFTConfig
+from ebft_ds.config.recipe import RecipeConfig
 
 
 def write_resolved(
     path: str | os.PathLike[str],
-    config: AsyncEBFTConfig,
+    config: RecipeConfig,
     command: Sequence[str],
     versions: Mapping[str, str],
     git_commit: str | None,
@@ -33,7 +33,7 @@ def write_resolved(
     os.replace(temporary, target)
 
 
-def resolved_text(config: AsyncEBFTConfig, *, explicit_only: bool = False) -> str:
+def resolved_text(config: RecipeConfig, *, explicit_only: bool = False) -> str:
     """The configuration as YAML by sections; with `explicit_only` just the fields that somebody set."""
     sections = config.sections()
     if explicit_only:

@@ -190,7 +190,15 @@ class LossSection(Section):
     mask_truncated_completions: bool = False
     skip_zero_advantage_batches: bool = True
     reward_funcs: list[str] = Field(default_factory=list, description="`package.module:function` further objectives.")
-    reward_weights: list[float] | None = Field(None, description="Feature matching first, then one per reward function.")
+    reward_num_workers: PositiveInt = Field(1, description="Processes that call the reward functions.")
+    reward_timeout: PositiveFloat = Field(60.0, description="Seconds until a call of a reward function counts as hung.")
+    reward_models: list[str] = Field(default_factory=list, description="Reward models (folders or hub names) as further objectives.")
+    reward_model_token_budget: PositiveInt | None = Field(
+        None, description="Most tokens in one forward of a reward model on one rank; default scoring_token_budget."
+    )
+    reward_weights: list[float] | None = Field(
+        None, description="Feature matching first, then one per reward model, then one per reward function."
+    )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     warm_start_steps: NonNegativeInt = Field(0, description="Cross-entropy steps on references before the first rollouts.")
     warm_start_learning_rate: PositiveFloat | None = Field(None, description="Default: learning_rate.")
@@ -202,10 +210,44 @@ class LossSection(Section):
     log_entropy: bool = Field(True, description="Log the policy's mean entropy on completion tokens.")
 
 
+class RewardSection(Section):
+    """Reward models (`mode: reward`): preference rows, loss, evaluation."""
+
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
+    responses_field: str = Field("responses", description="Column of K >= 2 responses, best first, instead of chosen and rejected.")
+    tools_field: str = Field("tools", description="Column of tools that the chat template is given.")
+    margin_field: str = Field("margin", description="Column of by how much chosen is better; missing: 0.")
+    preference_field: str = Field("preference", description="Column of the probability that chosen is better (0.5: a tie); missing: 1.")
+    subset_field: str = Field("subset", description="Column that evaluation reports by.")
+    truncation_mode: Literal["keep_end", "keep_start", "drop"] = Field(
+        "keep_end", description="Over-long rows: keep the last tokens, the first ones, or leave the row out. Counted in the log."
+    )
+    identical_pairs: Literal["drop", "keep"] = Field("drop", description="Rows whose responses encode to the same tokens.")
+    empty_responses: Literal["keep", "drop"] = Field("keep", description="Rows with an empty response (scored at its end token).")
+    streaming: bool = Field(False, description="Read the rows one after the other and never all of them; needs max_steps.")
+    shuffle_buffer_size: PositiveInt = Field(1000, description="Rows among which a stream draws the next one.")
+    remove_unused_columns: bool = Field(True, description="false: RewardCollator hands columns it does not know on, as lists.")
+    pad_to_multiple_of: PositiveInt | None = Field(None, description="Width of RewardCollator's padded arrays.")
+    reward_loss_type: Literal["bradley_terry", "hinge", "plackett_luce"] = Field(
+        "bradley_terry", description="Over all pairs of a row, or (plackett_luce) over its whole ranking."
+    )
+    center_rewards_coefficient: NonNegativeFloat | None = Field(None, description="Weight of the squared sum of a pair's rewards.")
+    label_smoothing: float = Field(0.0, ge=0.0, lt=0.5, description="Probability that a label is taken to be wrong.")
+    hinge_margin: PositiveFloat = Field(1.0, description="Gap from which on `hinge` is content; a row's margin is added.")
+    torch_compile: bool = Field(False, description="Compile the network of the step functions (DeepSpeed's engine compile).")
+    per_device_eval_batch_size: PositiveInt | None = Field(None, description="Rows per rank in one evaluation forward; default training's.")
+    eval_max_rows: PositiveInt | None = Field(None, description="Use only the first rows of each evaluation set.")
+    subset_sections: dict[str, list[str]] = Field(
+        default_factory=dict, description="Section -> subsets whose mean is reported; default RewardBench's where its subsets occur."
+    )
+    normalize_rewards: bool = Field(False, description="Evaluate, score and serve (reward - mean) / std of the held-out rows.")
+
+
 class OptimSection(Section):
     """Optimizer and schedule."""
 
-    learning_rate: PositiveFloat = 1e-6
+    learning_rate: PositiveFloat = Field(1e-6, description="Default in mode reward: 1e-5.")
     weight_decay: NonNegativeFloat = 0.0
     adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
     adam_beta2: float = Field(0.999, ge=0.0, lt=1.0)
@@ -230,13 +272,13 @@ class OptimSection(Section):
 class RunSection(Section):
     """Length of the run, batch, row layout, reproducibility, output."""
 
-    mode: Literal["async"] = Field("async", description="Kind of training.")
+    mode: Literal["async", "reward"] = Field("async", description="Kind of training: EBFT, or a reward model from preferences.")
     output_dir: str | None = None
     overwrite_output_dir: bool = Field(False, description="Delete another run's files in output_dir.")
     resume_from_checkpoint: str | None = Field(None, description="`auto`, or a checkpoint folder.")
     per_device_train_batch_size: PositiveInt = Field(
         8,
-        description="Completions per rank in one micro-batch; packed micro-batches are cut by `train_token_budget`.",
+        description="Completions (mode reward: rows) per rank in one micro-batch; packed ones are cut by `train_token_budget`.",
     )
     gradient_accumulation_steps: PositiveInt = Field(1, description="Micro-batches per rank in one optimizer step.")
     packing: Literal["auto", "shared", "unshared", "padded"] = Field(
@@ -301,6 +343,7 @@ SECTIONS: dict[str, type[Section]] = {
     "rollout": RolloutSection,
     "vllm": VllmSection,
     "loss": LossSection,
+    "reward": RewardSection,
     "optim": OptimSection,
     "run": RunSection,
     "engine": EngineSection,

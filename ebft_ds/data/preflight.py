@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.config import RecipeConfig
 from ebft_ds.config.checks import Surroundings, check_config, require_training_inputs
 from ebft_ds.config.deepspeed import build_deepspeed_config
 from ebft_ds.config.derived import DerivedNumbers, derive
@@ -33,7 +33,7 @@ class Preflight:
 
 
 def run_preflight(
-    config: AsyncEBFTConfig,
+    config: RecipeConfig,
     *,
     world_size: int,
     accelerators: int | None = None,
@@ -63,7 +63,7 @@ def run_preflight(
     return Preflight(facts, tokenizer, data, derived, report.notes + notes + _data_notes(config, data, derived))
 
 
-def load_model_facts(config: AsyncEBFTConfig) -> ModelFacts:
+def load_model_facts(config: RecipeConfig) -> ModelFacts:
     """Sizes of the model, from its folder or (for a hub name) through transformers. Errors: ModelError."""
     facts = check_model_files(config)
     if facts is not None:
@@ -79,7 +79,7 @@ def load_model_facts(config: AsyncEBFTConfig) -> ModelFacts:
 
 
 def load_checked_tokenizer(
-    config: AsyncEBFTConfig, facts: ModelFacts, given: PreTrainedTokenizerBase | None = None
+    config: RecipeConfig, facts: ModelFacts, given: PreTrainedTokenizerBase | None = None
 ) -> PreTrainedTokenizerBase:
     """The given or the model's tokenizer, held against vocabulary, stop ids and the feature model's tokenizer. Errors: ModelError."""
     name = config.model.model_name_or_path
@@ -109,7 +109,7 @@ def _load_tokenizer(name: str, revision: str | None, trust_remote_code: bool) ->
     return tokenizer
 
 
-def _row_notes(config: AsyncEBFTConfig) -> list[str]:
+def _row_notes(config: RecipeConfig) -> list[str]:
     """How rows will be laid out. Errors: ConfigError for a `packing` that the model does not support."""
     from transformers import AutoConfig
 
@@ -131,7 +131,7 @@ def _row_notes(config: AsyncEBFTConfig) -> list[str]:
     return notes
 
 
-def _data_notes(config: AsyncEBFTConfig, data: TrainAndEval, derived: DerivedNumbers) -> list[str]:
+def _data_notes(config: RecipeConfig, data: TrainAndEval, derived: DerivedNumbers) -> list[str]:
     if len(data.train) < derived.groups_per_step:
         raise DataError(
             f"{len(data.train)} usable rows are fewer than the {derived.groups_per_step} prompts of one step; "

@@ -6,7 +6,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ebft_ds.collectives import Collectives
 from ebft_ds.engine.leaf_modules import mark_leaf_modules
-from ebft_ds.engine.network import FeatureWork, LanguageNetwork, LogProbWork
+from ebft_ds.engine.network import FeatureWork, LanguageNetwork, LogProbWork, ScoreWork
 from ebft_ds.engine.rotary import restore_rotary_buffers
 from ebft_ds.errors import NumericsError
 
@@ -100,11 +101,26 @@ class ZeroEngine:
 
     def frozen_log_probs(self, work: LogProbWork) -> tuple[Tensor, Tensor | None]:
         """Without gradient, in eval mode (the mode is restored)."""
+        with self._frozen():
+            return self.log_probs(work)
+
+    def scores(self, work: ScoreWork) -> Tensor:
+        """Rewards [N], float32, of a reward model."""
+        rewards: Tensor = self.deepspeed(work)
+        return rewards
+
+    def frozen_scores(self, work: ScoreWork) -> Tensor:
+        """Without gradient, in eval mode (the mode is restored)."""
+        with self._frozen():
+            return self.scores(work)
+
+    @contextmanager
+    def _frozen(self) -> Iterator[None]:
         training = self.network.training
         self.network.eval()
         try:
             with torch.no_grad():
-                return self.log_probs(work)
+                yield
         finally:
             self.network.train(training)
 

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ebft_ds.config.sections import ModelSection, PeftSection
 from ebft_ds.engine.leaf_modules import is_expert_block
 from ebft_ds.engine.liger import apply_liger_kernels
-from ebft_ds.engine.network import LanguageNetwork, install_log_prob_head
+from ebft_ds.engine.network import LanguageNetwork, install_log_prob_head, install_score_head
 from ebft_ds.errors import ConfigError, ModelError
 from ebft_ds.packing.attention import install_packed_attention
 
@@ -63,30 +72,101 @@ def load_actor(
     config = load_model_config(model.model_name_or_path, model)
     with sharded_loading(deepspeed_config):
         causal_lm = _from_pretrained(AutoModelForCausalLM, model.model_name_or_path, model, config)
-    if model.disable_dropout:
-        disable_dropout(causal_lm)
-    if model.use_liger_kernel:
-        apply_liger_kernels(causal_lm)
-    install_packed_attention(causal_lm)
     install_log_prob_head(causal_lm, chunk_size)
-    causal_lm.config.use_cache = False
+    _prepare_for_training(causal_lm, model, peft)
+    return _with_adapter(causal_lm, peft, deepspeed_config, peft_config or (lora_config(peft) if peft.use_peft else None))
+
+
+def load_reward_model(
+    model: ModelSection,
+    peft: PeftSection,
+    deepspeed_config: dict[str, Any],
+    *,
+    seed: int = 0,
+    peft_config: PeftConfig | None = None,
+    trained: bool = True,
+) -> LanguageNetwork:
+    """A sequence classifier with one label and a ScoreHead: of a reward model, or of a causal model's body with a new head.
+
+    The new head is drawn from N(0, 1/(hidden + 1)), the same on every rank and for every world size. With an adapter the head is
+    trained and saved beside it (`modules_to_save`). `trained=False`: frozen, in eval mode, which needs a checkpoint with a head.
+
+    Raises:
+        ModelError: no such model, a model class without a classifier, more than one label, or (frozen) no head in the checkpoint.
+    """
+    assert model.model_name_or_path is not None
+    config = load_model_config(model.model_name_or_path, model)
+    _require_one_label(config, model.model_name_or_path)
+    config.num_labels = 1
+    with sharded_loading(deepspeed_config):
+        network, missing = _from_pretrained_reporting(AutoModelForSequenceClassification, model.model_name_or_path, model, config)
+    strange = [name for name in missing if not name.startswith("score.")]
+    if strange:
+        raise ModelError(f"{_where(model.model_name_or_path)} lacks {', '.join(strange[:3])} ({len(strange)} weights): not a whole model")
+    if missing and not trained:
+        raise ModelError(
+            f"{_where(model.model_name_or_path)} has no weight score.weight: it is no reward model; train one with mode: reward"
+        )
+    install_score_head(network)
+    if missing:
+        _draw_head(network.score, seed)
+        logger.info("the head `score` is new: %s", model.model_name_or_path)
+    if not trained:
+        install_packed_attention(network)
+        network.requires_grad_(False)
+        network.eval()
+        return LanguageNetwork(network)
+    _prepare_for_training(network, model, peft)
+    adapter = peft_config or (lora_config(peft, reward=True) if peft.use_peft else None)
+    return _with_adapter(network, peft, deepspeed_config, adapter)
+
+
+def _require_one_label(config: PretrainedConfig, name: str) -> None:
+    """A classifier of several classes would silently lose its head. (A causal model's configuration states two labels by default.)"""
+    is_classifier = any("SequenceClassification" in architecture for architecture in config.architectures or [])
+    if is_classifier and config.num_labels != 1:
+        raise ModelError(f"{_where(name)} is a classifier of {config.num_labels} labels; a reward model has one")
+
+
+def _draw_head(head: nn.Module, seed: int) -> None:
+    """In the whole weight: each rank drawing its own shard would make the head depend on the world size."""
+    generator = torch.Generator().manual_seed(seed)
+    weight: nn.Parameter = head.weight  # type: ignore[assignment]
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+        if weight.numel():
+            drawn = torch.randn(weight.shape, generator=generator) / math.sqrt(weight.shape[1] + 1)
+            weight.data.copy_(drawn)
+
+
+def _prepare_for_training(network: PreTrainedModel, model: ModelSection, peft: PeftSection) -> None:
+    if model.disable_dropout:
+        disable_dropout(network)
+    if model.use_liger_kernel:
+        apply_liger_kernels(network)
+    install_packed_attention(network)
+    network.config.use_cache = False
     if model.gradient_checkpointing:
-        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=model.gradient_checkpointing_kwargs)
-    if peft.use_peft and (model.gradient_checkpointing or any(map(is_expert_block, causal_lm.modules()))):
+        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=model.gradient_checkpointing_kwargs)
+    if peft.use_peft and (model.gradient_checkpointing or any(map(is_expert_block, network.modules()))):
         # With frozen embeddings no input of the first block needs a gradient: reentrant checkpointing would cut the graph, and ZeRO-3
         # would let go of a leaf module's parameters before its backward.
-        causal_lm.enable_input_require_grads()
-    if not peft.use_peft:
-        return LanguageNetwork(causal_lm)
+        network.enable_input_require_grads()
+
+
+def _with_adapter(
+    network: PreTrainedModel, peft: PeftSection, deepspeed_config: dict[str, Any], adapter: PeftConfig | None
+) -> LanguageNetwork:
+    if not peft.use_peft or adapter is None:
+        return LanguageNetwork(network)
     with sharded_loading(deepspeed_config):  # PEFT looks there whether it must gather the weights that DoRA takes its magnitudes from
         try:
-            return LanguageNetwork(get_peft_model(causal_lm, peft_config or lora_config(peft), autocast_adapter_dtype=False))
+            return LanguageNetwork(get_peft_model(network, adapter, autocast_adapter_dtype=False))
         except ValueError as error:  # say, dropout or DoRA on experts, which PEFT can only adapt as bare parameters
-            raise ConfigError(f"PEFT refuses this adapter on {type(causal_lm).__name__}: {error}") from error
+            raise ConfigError(f"PEFT refuses this adapter on {type(network).__name__}: {error}") from error
 
 
-def lora_config(section: PeftSection) -> PeftConfig:
-    """PEFT's configuration of our adapter."""
+def lora_config(section: PeftSection, *, reward: bool = False) -> PeftConfig:
+    """PEFT's configuration of our adapter; a reward model's head is trained beside it."""
     targets = section.lora_target_modules
     if not isinstance(targets, str) and "lm_head" in targets:
         raise ConfigError("lora_target_modules: lm_head cannot carry an adapter here; train it whole with lora_modules_to_save=[lm_head]")
@@ -95,10 +175,10 @@ def lora_config(section: PeftSection) -> PeftConfig:
         lora_alpha=section.lora_alpha,
         lora_dropout=section.lora_dropout,
         target_modules=targets,
-        modules_to_save=section.lora_modules_to_save or None,
+        modules_to_save=list(dict.fromkeys([*section.lora_modules_to_save, *(["score"] if reward else [])])) or None,
         use_rslora=section.use_rslora,
         use_dora=section.use_dora,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if reward else "CAUSAL_LM",
     )
 
 
@@ -146,18 +226,26 @@ def keep_layers(config: PretrainedConfig, count: int) -> None:
 
 
 def _from_pretrained(auto_class: Any, source: str, model: ModelSection, config: PretrainedConfig) -> PreTrainedModel:
+    return _from_pretrained_reporting(auto_class, source, model, config)[0]
+
+
+def _from_pretrained_reporting(
+    auto_class: Any, source: str, model: ModelSection, config: PretrainedConfig
+) -> tuple[PreTrainedModel, list[str]]:
+    """The model, and the names of weights that its checkpoint does not have."""
     try:
-        network: PreTrainedModel = auto_class.from_pretrained(
+        network, report = auto_class.from_pretrained(
             source,
             config=config,
             revision=model.model_revision,
             dtype=getattr(torch, model.dtype),
             attn_implementation=model.attn_implementation,
             trust_remote_code=model.trust_remote_code,
+            output_loading_info=True,
         )
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"cannot load the model at {_where(source)}: {error}") from error
-    return network
+    return network, sorted(report["missing_keys"])
 
 
 FUNCTIONAL_NOISE = ("attention_dropout", "residual_dropout", "router_jitter_noise", "input_jitter_noise", "jitter_noise")

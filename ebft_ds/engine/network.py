@@ -46,8 +46,35 @@ class LogProbWork:
     """Whether the entropy at the positions is wanted as well."""
 
 
+@dataclass(frozen=True)
+class ScoreWork:
+    """Rewards wanted of the sequences that end at `positions`."""
+
+    rows: TokenRows
+    positions: Tensor
+    """int64 [N]: flat positions into the rows, from sequence lengths: never looked for by pad ids."""
+
+
+class ScoreHead(nn.Linear):
+    """The `score` head of a reward model: hidden states [N, H] of any precision to rewards [N], computed in float32."""
+
+    @classmethod
+    def adopt(cls, linear: nn.Linear) -> ScoreHead:
+        """A head that owns the same Parameter objects as `linear`."""
+        head = cls.__new__(cls)
+        nn.Module.__init__(head)
+        head.in_features, head.out_features = linear.in_features, linear.out_features
+        head.weight = linear.weight
+        head.register_parameter("bias", linear.bias)
+        return head
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(hidden.float(), self.weight.float(), bias).squeeze(-1)
+
+
 class LanguageNetwork(nn.Module):
-    """Wraps `model` (a causal LM, a PEFT model around one, or a bare body without a head).
+    """Wraps `model`: a causal LM, a reward model (a body with a ScoreHead), a PEFT model around one, or a bare body without a head.
 
     Args:
         depth: blocks of the checkpoint, where `model` holds only its first ones; hidden state `depth` is the one after the final norm.
@@ -74,9 +101,11 @@ class LanguageNetwork(nn.Module):
     def num_layers(self) -> int:
         return len(decoder_layers(self.body)[1])
 
-    def forward(self, work: FeatureWork | LogProbWork) -> Any:
+    def forward(self, work: FeatureWork | LogProbWork | ScoreWork) -> Any:
         if isinstance(work, FeatureWork):
             return self._features(work)
+        if isinstance(work, ScoreWork):
+            return self._scores(work)
         return self._log_probs(work)
 
     def _adapters(self, enabled: bool) -> Any:
@@ -98,6 +127,12 @@ class LanguageNetwork(nn.Module):
             selected = hidden.flatten(0, 1)[work.positions]
             log_probs, entropy = head(selected, work.targets, work.inverse_temperature, with_entropy=work.entropy)
         return log_probs, entropy
+
+    def _scores(self, work: ScoreWork) -> Tensor:
+        """[N], float32. Only the scored positions reach the head."""
+        selected = self._run_body(work.rows).flatten(0, 1)[work.positions]
+        rewards: Tensor = self.base_model.score(selected)
+        return rewards
 
     def _features(self, work: FeatureWork) -> list[Tensor]:
         """One [N, H] tensor per wanted layer, without gradient; blocks above the deepest one are not run, and of the others only the
@@ -155,6 +190,14 @@ def truncated(body: nn.Module, count: int) -> Iterator[None]:
         yield
     finally:
         setattr(body, name, layers)
+
+
+def install_score_head(model: PreTrainedModel) -> None:
+    """Replaces a sequence classifier's `score` by a ScoreHead over the same parameters. Before PEFT and DeepSpeed see the model."""
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear) or head.out_features != 1:
+        raise ModelError(f"{type(model).__name__} has no linear head `score` with one output: not supported as a reward model")
+    model.score = ScoreHead.adopt(head)
 
 
 def install_log_prob_head(model: PreTrainedModel, chunk_size: int) -> None:

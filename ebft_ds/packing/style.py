@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.config import RecipeConfig
 from ebft_ds.errors import ConfigError
 from ebft_ds.packing.support import PackingSupport, packing_support
 
 _ALLOWED = {"shared": ("shared", "unshared", "padded"), "unshared": ("unshared", "padded"), "padded": ("padded",)}
 
 
-def choose_row_style(config: AsyncEBFTConfig, model_config: PretrainedConfig) -> PackingSupport:
+def choose_row_style(config: RecipeConfig, model_config: PretrainedConfig) -> PackingSupport:
     """The style of a model's rows, and why it is not `shared` where it is not.
 
     Args:
@@ -39,7 +39,7 @@ def rotary_limit(model_config: PretrainedConfig) -> int | None:
     return int(limit or text.max_position_embeddings)
 
 
-def _best(config: AsyncEBFTConfig, model_config: PretrainedConfig) -> PackingSupport:
+def _best(config: RecipeConfig, model_config: PretrainedConfig) -> PackingSupport:
     best = packing_support(model_config)
     if best.style == "padded":
         return best

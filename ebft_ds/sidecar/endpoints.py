@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.engine_choice import transport_of
+from ebft_ds.config.recipe import RecipeConfig
 from ebft_ds.errors import ConfigError
 from ebft_ds.sidecar.address import ServerAddress, is_loopback
 from ebft_ds.sidecar.auth import KEY_VARIABLE
@@ -33,7 +33,7 @@ class _Endpoints(msgspec.Struct, forbid_unknown_fields=True):
     servers: list[_Server]
 
 
-def resolve_servers(config: AsyncEBFTConfig, environ: Mapping[str, str], *, on_cpu: bool = False) -> list[ServerAddress]:
+def resolve_servers(config: RecipeConfig, environ: Mapping[str, str], *, on_cpu: bool = False) -> list[ServerAddress]:
     """Addresses and keys of the servers that `vllm_server_base_url` names: URLs, or `file:PATH` of an endpoints file.
 
     Errors: ConfigError for a URL that is none, that would expose the control routes (another host without a key), or that the recipe's
@@ -95,7 +95,7 @@ def _checked(url: str, key: str | None) -> ServerAddress:
     return address
 
 
-def _check_reach(config: AsyncEBFTConfig, servers: Sequence[ServerAddress], on_cpu: bool) -> None:
+def _check_reach(config: RecipeConfig, servers: Sequence[ServerAddress], on_cpu: bool) -> None:
     transport = transport_of(config, on_cpu=on_cpu)
     remote = [address.url for address in servers if not address.is_local]
     if not remote:

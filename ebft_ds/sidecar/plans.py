@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.engine_choice import Transport, devices_of_one_server, transport_of
+from ebft_ds.config.recipe import RecipeConfig
 from ebft_ds.errors import ConfigError
 from ebft_ds.sidecar.address import is_loopback
 from ebft_ds.sidecar.command import AdapterPlan, ServerPlan, WeightTransfer
@@ -27,7 +27,7 @@ BACKENDS: dict[Transport, WeightTransfer | None] = {
 
 
 def server_plans(
-    config: AsyncEBFTConfig,
+    config: RecipeConfig,
     *,
     on_cpu: bool,
     environ: Mapping[str, str],
@@ -87,7 +87,7 @@ def server_plans(
     ]
 
 
-def _device_shares(config: AsyncEBFTConfig, visible: Sequence[str]) -> list[tuple[str, ...]]:
+def _device_shares(config: RecipeConfig, visible: Sequence[str]) -> list[tuple[str, ...]]:
     each, servers = devices_of_one_server(config), config.vllm.vllm_num_servers
     named = config.vllm.vllm_devices
     devices = [str(number) for number in named] if named is not None else list(visible)
@@ -97,7 +97,7 @@ def _device_shares(config: AsyncEBFTConfig, visible: Sequence[str]) -> list[tupl
     return [tuple(devices[index * each : (index + 1) * each]) for index in range(servers)]
 
 
-def check_rank_devices(config: AsyncEBFTConfig, environ: Mapping[str, str]) -> None:
+def check_rank_devices(config: RecipeConfig, environ: Mapping[str, str]) -> None:
     """In a rank: are its node's ranks on other GPUs than the servers? Errors: ConfigError."""
     ranks = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE")
     if ranks is None or not config.vllm.vllm_devices or config.vllm.vllm_colocate:
@@ -112,7 +112,7 @@ def check_rank_devices(config: AsyncEBFTConfig, environ: Mapping[str, str]) -> N
         )
 
 
-def _adapters(config: AsyncEBFTConfig) -> AdapterPlan:
+def _adapters(config: RecipeConfig) -> AdapterPlan:
     fitting = [rank for rank in LORA_RANKS if rank >= config.peft.lora_r]
     if not fitting:
         raise ConfigError(f"sync_mode: adapter: vLLM serves ranks up to {LORA_RANKS[-1]}, and lora_r is {config.peft.lora_r}")

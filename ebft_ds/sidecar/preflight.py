@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ebft_ds.config.async_ebft import AsyncEBFTConfig
 from ebft_ds.config.engine_choice import rollout_engine_of, starts_servers
 from ebft_ds.config.model_facts import ModelFacts
+from ebft_ds.config.recipe import RecipeConfig
 from ebft_ds.sidecar.command import ServerPlan
 from ebft_ds.sidecar.endpoints import resolve_servers
 from ebft_ds.sidecar.plans import server_plans
@@ -14,7 +14,7 @@ from ebft_ds.sidecar.ports import PortHold
 from ebft_ds.sidecar.supported import check_installed, check_model, installed_vllm
 
 
-def check_sidecar(config: AsyncEBFTConfig, environ: Mapping[str, str], *, on_cpu: bool, facts: ModelFacts | None) -> None:
+def check_sidecar(config: RecipeConfig, environ: Mapping[str, str], *, on_cpu: bool, facts: ModelFacts | None) -> None:
     """Checks of the servers that a training will start or use. Errors: ConfigError."""
     if rollout_engine_of(config) != "vllm":
         return

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ebft_ds.checkpoint.state import CheckpointStore
 from ebft_ds.collectives import Collectives
-from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.config import RecipeConfig
 from ebft_ds.config.derived import DerivedNumbers
 from ebft_ds.data.chat import stop_token_ids
 from ebft_ds.data.preflight import Preflight
@@ -74,7 +74,7 @@ class RunParts:
             self.servers.close()
 
 
-def load_generation_config(config: AsyncEBFTConfig) -> GenerationConfig | None:
+def load_generation_config(config: RecipeConfig) -> GenerationConfig | None:
     """The checkpoint's generation configuration; None where it has none."""
     assert config.model.model_name_or_path is not None
     try:
@@ -84,7 +84,7 @@ def load_generation_config(config: AsyncEBFTConfig) -> GenerationConfig | None:
     return found
 
 
-def rollout_process_spec(config: AsyncEBFTConfig, log_path: Path, servers: RolloutServers | None = None) -> RolloutProcessSpec:
+def rollout_process_spec(config: RecipeConfig, log_path: Path, servers: RolloutServers | None = None) -> RolloutProcessSpec:
     """How rank 0 starts the rollout process."""
     rollout = config.rollout
     if servers is None and accelerator_count() and rollout.rollout_device is None and rollout.rollout_loop is None:
@@ -113,7 +113,7 @@ def rollout_process_spec(config: AsyncEBFTConfig, log_path: Path, servers: Rollo
 
 
 def build_parts(
-    config: AsyncEBFTConfig,
+    config: RecipeConfig,
     checked: Preflight,
     collectives: Collectives,
     stop: StopSignal,
@@ -139,7 +139,7 @@ def build_parts(
 
 
 def _build_beside(
-    config: AsyncEBFTConfig,
+    config: RecipeConfig,
     checked: Preflight,
     collectives: Collectives,
     stop: StopSignal,
@@ -230,7 +230,7 @@ def _build_beside(
     )
 
 
-def _training_requests(config: AsyncEBFTConfig, sampling: SamplingSpec) -> Any:
+def _training_requests(config: RecipeConfig, sampling: SamplingSpec) -> Any:
     def request(prompt: Prompt, attempt: int) -> RolloutRequest:
         return rollout_request(prompt, rollout=config.rollout, method=config.method, data=config.data, sampling=sampling, attempt=attempt)
 
@@ -238,7 +238,7 @@ def _training_requests(config: AsyncEBFTConfig, sampling: SamplingSpec) -> Any:
 
 
 def _build_evaluation(
-    config: AsyncEBFTConfig,
+    config: RecipeConfig,
     checked: Preflight,
     engines: Engines,
     scorers: Scorers,
@@ -273,5 +273,5 @@ def _build_evaluation(
     )
 
 
-def _policy_packer(config: AsyncEBFTConfig, engines: Engines) -> PolicyPacker:
+def _policy_packer(config: RecipeConfig, engines: Engines) -> PolicyPacker:
     return PolicyPacker.for_run(engines.packer, config.run, max_seq_length=config.data.max_seq_length)

@@ -30,7 +30,7 @@ from ebft_ds.sync.push import SyncReport
 from ebft_ds.trainers.advantages import log_scores, step_advantages
 from ebft_ds.trainers.assembly import RunParts, build_parts
 from ebft_ds.trainers.callbacks import TrainerCallback, TrainerControl, TrainerState
-from ebft_ds.trainers.inputs import RunInputs, prepare_run
+from ebft_ds.trainers.inputs import RunInputs, check_ebft, prepare_run
 from ebft_ds.trainers.objectives import FurtherObjectives
 from ebft_ds.trainers.phases import Phases
 from ebft_ds.trainers.policy_step import StepBatch
@@ -135,7 +135,7 @@ class AsyncEBFTTrainer:
     def _build(self, *, record: bool = True) -> RunParts:
         self.state, self._feed_state, self._engine_checked = TrainerState(), {}, False
         self._batch, self._batch_ends, self._save_asked = None, 0, False
-        prepared = prepare_run(self.args, self._inputs, record=record)
+        prepared = prepare_run(self.args, self._inputs, check_ebft, record=record)
         self.args = prepared.config
         self._phases = Phases(self.args.loss, self.args.method)
         self._objectives = FurtherObjectives(self.args.loss.reward_funcs, self._reward_functions, self.args)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from peft import PeftConfig
 
-from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.config import RecipeConfig
 from ebft_ds.config.deepspeed import build_deepspeed_config
 from ebft_ds.config.derived import DerivedNumbers
 from ebft_ds.engine.build import ZeroEngine
@@ -49,7 +49,7 @@ class Engines:
 
 
 def build_engines(
-    config: AsyncEBFTConfig,
+    config: RecipeConfig,
     derived: DerivedNumbers,
     *,
     hidden_size: int | None,
@@ -84,7 +84,7 @@ def build_engines(
     return Engines(actor, copy, layer_indices, packer, feature_packer, copy if whole else None)
 
 
-def row_packer(config: AsyncEBFTConfig, network: LanguageNetwork, device: torch.device, what: str) -> RowPacker:
+def row_packer(config: RecipeConfig, network: LanguageNetwork, device: torch.device, what: str) -> RowPacker:
     """The layout that the recipe asks for, or that the model allows; one line in the log says which, and why it is not shared.
 
     Raises:
@@ -97,7 +97,7 @@ def row_packer(config: AsyncEBFTConfig, network: LanguageNetwork, device: torch.
     return RowPacker(choice.style, packed_attention(_attention_name(config, network, device), device=device), token_cost(network))
 
 
-def _attention_name(config: AsyncEBFTConfig, network: LanguageNetwork, device: torch.device) -> AttentionName:
+def _attention_name(config: RecipeConfig, network: LanguageNetwork, device: torch.device) -> AttentionName:
     """The back end asked for; flex has no dropout, which would only be found out in the first training step."""
     name = config.run.packing_attention
     dropout = 0.0 if config.model.disable_dropout else network.base_model.config.get_text_config().to_dict().get("attention_dropout")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from datasets import Dataset
@@ -15,7 +16,7 @@ from peft import PeftConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft_ds.collectives import Collectives
-from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.config import AsyncEBFTConfig, RecipeConfig
 from ebft_ds.config.preflight import prepare_output_dir
 from ebft_ds.config.resolved import write_resolved
 from ebft_ds.data.preflight import Preflight, run_preflight
@@ -40,19 +41,31 @@ class RunInputs:
     """How many further objectives came as objects."""
 
 
+class Checked(Protocol):
+    """What a mode's checks found out on the way."""
+
+    @property
+    def notes(self) -> list[str]: ...
+
+
+C = TypeVar("C", bound=RecipeConfig)
+K = TypeVar("K", bound=Checked)
+
+
 @dataclass(frozen=True)
-class PreparedRun:
+class PreparedRun(Generic[C, K]):
     """A run that may start."""
 
-    config: AsyncEBFTConfig
-    checked: Preflight
+    config: C
+    checked: K
     collectives: Collectives
 
 
-def prepare_run(args: AsyncEBFTConfig, inputs: RunInputs, *, record: bool = True) -> PreparedRun:
+def prepare_run(args: C, inputs: RunInputs, check: Callable[[C, RunInputs, int], K], *, record: bool = True) -> PreparedRun[C, K]:
     """Collective. Every check that can fail does so here, on all ranks, before an engine or a process is built.
 
-    Without `record` the output folder is neither claimed nor cleared, and its config.resolved.yaml stays.
+    `check` is the mode's: (configuration, inputs, world size) -> what it found. Without `record` the output folder is neither claimed
+    nor cleared, and its config.resolved.yaml stays.
 
     Raises:
         ConfigError, ModelError, DataError: on the ranks that found it; the others raise PeerError.
@@ -60,7 +73,7 @@ def prepare_run(args: AsyncEBFTConfig, inputs: RunInputs, *, record: bool = True
     collectives = init_distributed(args.engine.ddp_timeout)
     config = _complete(args, inputs)
     config = _agree(collectives, lambda: _with_model_folder(config, inputs, collectives))
-    checked = _agree(collectives, lambda: _check(config, inputs, collectives.world_size))
+    checked = _agree(collectives, lambda: check(config, inputs, collectives.world_size))
     if record:
         _agree(collectives, lambda: prepare_output_dir(config) if collectives.is_main else None)
     assert config.run.output_dir is not None
@@ -77,7 +90,7 @@ def prepare_run(args: AsyncEBFTConfig, inputs: RunInputs, *, record: bool = True
     return PreparedRun(config, checked, collectives)
 
 
-def _complete(args: AsyncEBFTConfig, inputs: RunInputs) -> AsyncEBFTConfig:
+def _complete(args: C, inputs: RunInputs) -> C:
     """The configuration with what the constructor's arguments say."""
     changes: dict[str, Any] = {}
     if isinstance(inputs.model, str):
@@ -91,7 +104,7 @@ def _complete(args: AsyncEBFTConfig, inputs: RunInputs) -> AsyncEBFTConfig:
     return args.replace(**changes) if changes else args
 
 
-def _with_model_folder(config: AsyncEBFTConfig, inputs: RunInputs, collectives: Collectives) -> AsyncEBFTConfig:
+def _with_model_folder(config: C, inputs: RunInputs, collectives: Collectives) -> C:
     """A model given as an object becomes a folder: the rollout process and the frozen copy load the very same weights from it.
 
     Rank 0 writes it; nobody reads it before `_agree` has gathered all ranks.
@@ -109,7 +122,8 @@ def _with_model_folder(config: AsyncEBFTConfig, inputs: RunInputs, collectives: 
     return config.replace(model_name_or_path=str(folder))
 
 
-def _check(config: AsyncEBFTConfig, inputs: RunInputs, world_size: int) -> Preflight:
+def check_ebft(config: AsyncEBFTConfig, inputs: RunInputs, world_size: int) -> Preflight:
+    """The checks of an EBFT run. Errors: ConfigError, ModelError, DataError."""
     return run_preflight(
         config,
         world_size=world_size,

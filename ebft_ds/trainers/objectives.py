@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.config import RecipeConfig
 from ebft_ds.errors import ConfigError
 from ebft_ds.monitor.metrics import MetricsAccumulator
 from ebft_ds.rewards.functions import RewardFunction, call_reward_function, load_reward_function
@@ -18,7 +18,7 @@ from ebft_ds.types import RolloutGroup
 class FurtherObjectives:
     """Named reward functions from the recipe, then those given as objects."""
 
-    def __init__(self, specs: Sequence[str], functions: Sequence[RewardFunction], config: AsyncEBFTConfig) -> None:
+    def __init__(self, specs: Sequence[str], functions: Sequence[RewardFunction], config: RecipeConfig) -> None:
         self._functions = [(spec.rpartition(":")[2], load_reward_function(spec)) for spec in specs]
         self._functions += [(getattr(function, "__name__", type(function).__name__), function) for function in functions]
         self._last: list[Tensor] = []

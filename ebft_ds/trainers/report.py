@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.config import RecipeConfig
 from ebft_ds.config.resolved import resolved_text
 from ebft_ds.engine.build import accelerator_count
 from ebft_ds.features.scorer import Scores
@@ -35,7 +35,7 @@ from ebft_ds.types import RolloutGroup, ScoredGroup
 class RunReport:
     """Rank 0 writes; every rank takes part in the one reduction a step."""
 
-    def __init__(self, config: AsyncEBFTConfig, parts: RunParts, state: TrainerState, *, recording: bool = True) -> None:
+    def __init__(self, config: RecipeConfig, parts: RunParts, state: TrainerState, *, recording: bool = True) -> None:
         assert config.run.output_dir is not None
         self._config = config
         self.recording = recording

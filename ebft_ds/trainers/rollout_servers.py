@@ -13,7 +13,7 @@ from typing import Any
 
 from peft import PeftModel
 
-from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.config import RecipeConfig
 from ebft_ds.config.engine_choice import Transport, starts_servers, transport_of
 from ebft_ds.errors import ConfigError, Preempted, RolloutError
 from ebft_ds.rollout.client import RolloutClient
@@ -45,7 +45,7 @@ LOOK_SECONDS = 5.0
 class RolloutServers:
     """The servers, from the moment the run begins. Built on rank 0 alone; starting goes on in the background until `wait_ready`."""
 
-    def __init__(self, config: AsyncEBFTConfig, log_folder: Path, stop: StopSignal, *, on_cpu: bool) -> None:
+    def __init__(self, config: RecipeConfig, log_folder: Path, stop: StopSignal, *, on_cpu: bool) -> None:
         """Errors: ConfigError for addresses, keys, devices or ports that cannot be used."""
         self._config = config
         self._stop = stop

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ebft_ds.config import LoadedRecipe
+from ebft_ds.config import AsyncEBFTConfig, LoadedRecipe
 from ebft_ds.config.checks import require_training_inputs
 from ebft_ds.errors import DataError
 from ebft_ds.trainers.async_ebft import AsyncEBFTTrainer
@@ -21,6 +21,7 @@ def run_task(loaded: LoadedRecipe, task: str) -> int:
     require_training_inputs(config)
     assert config.model.model_name_or_path is not None
     assert config.run.output_dir is not None
+    assert isinstance(config, AsyncEBFTConfig)
     trainer = AsyncEBFTTrainer(config.model.model_name_or_path, config)
     try:
         if task == "eval":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ebft_ds.collectives import Collectives
-from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.config import RecipeConfig
 from ebft_ds.features.reference_cache import ReferenceCache
 from ebft_ds.features.scorer import EBFTScorer
 from ebft_ds.trainers.engines import Engines
@@ -24,7 +24,7 @@ class Scorers:
     reference_cache: ReferenceCache | None
 
 
-def build_scorers(config: AsyncEBFTConfig, engines: Engines, eos_ids: list[int], collectives: Collectives) -> Scorers:
+def build_scorers(config: RecipeConfig, engines: Engines, eos_ids: list[int], collectives: Collectives) -> Scorers:
     """The recipe's scorers."""
     method = config.method
     cache = ReferenceCache(method.reference_cache_mb, collectives) if method.cache_reference_features else None

@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel
 
 from ebft_ds.collectives import Collectives
-from ebft_ds.config import AsyncEBFTConfig
+from ebft_ds.config import RecipeConfig
 from ebft_ds.config.engine_choice import rollout_engine_of
 from ebft_ds.data.stream import PromptStream
 from ebft_ds.engine.build import ZeroEngine, accelerator_count
@@ -27,7 +27,7 @@ from ebft_ds.trainers.stop_signal import StopSignal
 PROBE_TOKENS = 32
 
 
-def start_servers(config: AsyncEBFTConfig, log_folder: Path, collectives: Collectives, stop: StopSignal) -> RolloutServers | None:
+def start_servers(config: RecipeConfig, log_folder: Path, collectives: Collectives, stop: StopSignal) -> RolloutServers | None:
     """Collective: rank 0's servers, if the recipe wants any; they start while the engines are built. An error there is one everywhere."""
     if rollout_engine_of(config) != "vllm":
         return None
@@ -51,7 +51,7 @@ def weight_transport(client: RolloutClient | None, servers: RolloutServers | Non
 
 
 def build_sync(
-    config: AsyncEBFTConfig,
+    config: RecipeConfig,
     actor: ZeroEngine,
     transport: WeightTransport | None,
     collectives: Collectives,
@@ -80,7 +80,7 @@ def build_sync(
     )
 
 
-def _weight_source(config: AsyncEBFTConfig, network: LanguageNetwork, dtype: torch.dtype, *, is_main: bool) -> WeightSource:
+def _weight_source(config: RecipeConfig, network: LanguageNetwork, dtype: torch.dtype, *, is_main: bool) -> WeightSource:
     bucket_bytes = int(config.rollout.sync_bucket_mb * 2**20)
     if config.rollout.sync_mode == "adapter":
         assert isinstance(network.model, PeftModel)

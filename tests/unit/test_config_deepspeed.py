@@ -51,7 +51,7 @@ def test_deepspeed_itself_accepts_the_result() -> None:
         ({"gradient_clipping": 0.5}, {}, ("gradient_clipping is 0.5", "max_grad_norm: 1.0")),
         ({"train_micro_batch_size_per_gpu": 3}, {}, ("per_device_train_batch_size: 8",)),
         ({"gradient_accumulation_steps": 3}, {}, ("gradient_accumulation_steps: 1",)),
-        ({"train_batch_size": 3}, {}, ("global batch (completions): 16",)),
+        ({"train_batch_size": 3}, {}, ("global batch: 16",)),
         ({"optimizer": {"type": "AdamW"}}, {}, ("optimizer is refused", "the recipe owns the optimizer")),
         ({"scheduler": {"type": "WarmupLR"}}, {}, ("the recipe owns the schedule",)),
         ({"zero_optimization": {"stage": 2}}, {}, ("stage 2 is refused",)),
