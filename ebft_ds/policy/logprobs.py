@@ -63,8 +63,8 @@ def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse_te
     return logits.mul_(inverse_temperature[:, None])
 
 
-_ENTROPY_ROWS = 32
-"""The entropy needs p and log p at once; of so many rows a second tensor is small, and on a CPU stays in the cache."""
+_BLOCK_ROWS = 32
+"""log-sum-exp and entropy need a second tensor beside the logits; of so many rows it is small, and on a CPU stays in the cache."""
 
 
 @dataclass
@@ -82,13 +82,13 @@ class _Values:
 
     def take(self, piece: slice, logits: Tensor, targets: Tensor, *, leave_probabilities: bool) -> None:
         """Log-probs and the like of a chunk go to their places, and its probabilities over its logits where they are wanted."""
-        log_normalizer = torch.logsumexp(logits, dim=1)
+        log_normalizer = torch.cat([block.logsumexp(dim=1) for block in logits.split(_BLOCK_ROWS)])
         self.log_normalizers[piece] = log_normalizer
         self.log_probs[piece] = logits.gather(1, targets[:, None]).squeeze(1) - log_normalizer
         if self.entropy is not None:
             entropy = self.entropy[piece]
-            for start in range(0, len(entropy), _ENTROPY_ROWS):
-                rows = slice(start, start + _ENTROPY_ROWS)
+            for start in range(0, len(entropy), _BLOCK_ROWS):
+                rows = slice(start, start + _BLOCK_ROWS)
                 log_probs = logits[rows].sub_(log_normalizer[rows, None])
                 probabilities = log_probs.exp()
                 entropy[rows] = -log_probs.mul_(probabilities).sum(dim=1)
@@ -137,6 +137,8 @@ class _FrozenHeadLogProbs(torch.autograd.Function):
             if slopes is not None:
                 excess = _excess(logits, targets[piece], cap_slope)
                 slopes[piece] = (excess.to(weight.dtype) @ weight).float() * -scale[:, None]
+                del excess
+            del logits, cap_slope  # else they are still there while the next chunk's are made
         if slopes is not None:
             ctx.save_for_backward(slopes)
         ctx.dtype = hidden.dtype
@@ -171,6 +173,7 @@ class _TrainedHeadLogProbs(torch.autograd.Function):
             piece = slice(start, start + chunk)
             logits = chunk_logits(hidden[piece], weight, bias, inverse_temperature[piece], softcap)
             values.take(piece, logits, targets[piece], leave_probabilities=False)
+            del logits  # else it is still there while the next chunk's are made
         ctx.save_for_backward(hidden, weight, bias, targets, inverse_temperature, values.log_normalizers)
         ctx.chunk, ctx.softcap = chunk, softcap
         if values.entropy is not None:
@@ -202,5 +205,6 @@ class _TrainedHeadLogProbs(torch.autograd.Function):
                 weight_sum.addmm_(excess.T, hidden[piece] * factor)
             elif weight_sum is not None:
                 weight_sum.add_(excess.T @ (hidden[piece] * factor).to(weight.dtype))
+            del logits, excess, cap_slope  # else they are still there while the next chunk's are made
         weight_grad = None if weight_sum is None else weight_sum.to(weight.dtype)
         return grad_hidden, weight_grad, None if bias_sum is None else bias_sum.to(bias.dtype), None, None, None, None, None
