@@ -15,8 +15,6 @@ from ebft_ds.engine.build import ZeroEngine
 from ebft_ds.engine.feature_network import EngineFeatureNetwork
 from ebft_ds.engine.loading import feature_model_config, load_actor, load_frozen_copy
 from ebft_ds.engine.network import LanguageNetwork
-from ebft_ds.engine.optimizer import build_optimizer, parameter_groups
-from ebft_ds.engine.schedule import learning_rate_factor
 from ebft_ds.engine.sizes import token_cost
 from ebft_ds.errors import ConfigError
 from ebft_ds.features.layers import feature_layer_indices
@@ -24,6 +22,7 @@ from ebft_ds.packing.attention import packed_attention
 from ebft_ds.packing.attention.choice import AttentionName
 from ebft_ds.packing.packer import RowPacker
 from ebft_ds.packing.style import choose_row_style
+from ebft_ds.trainers.trained_engine import trained_engine
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +63,14 @@ def build_engines(
     layer_indices = feature_layer_indices(config.method.ebft_feature_layers, num_layers)
     actor_config = build_deepspeed_config(config, derived, "actor", hidden_size)
     network = load_actor(config.model, config.peft, actor_config, chunk_size=config.loss.logprob_chunk_size, peft_config=peft_config)
-    if optimizer is None:
-        offloaded = "offload_optimizer" in actor_config["zero_optimization"]
-        groups = parameter_groups(network.named_parameters(), config.optim)
-        logger.info("parameter groups: %s", ", ".join(f"{g['name']} ({len(g['params'])} tensors, lr {g['lr']:g})" for g in groups))
-        optimizer = build_optimizer(groups, config.optim, offloaded=offloaded)
-    factor = learning_rate_factor(config.optim, config.loss, derived.steps or config.run.max_steps)
-    actor = ZeroEngine(network, actor_config, optimizer=optimizer, learning_rate_factor=factor)
+    actor = trained_engine(
+        network,
+        actor_config,
+        optim=config.optim,
+        loss=config.loss,
+        steps=derived.steps or config.run.max_steps,
+        optimizer=optimizer,
+    )
     packer = row_packer(config, network, actor.device, "policy")
     if config.peft.use_peft and feature_model is None:
         return Engines(actor, None, layer_indices, packer, packer)
