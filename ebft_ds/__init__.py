@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ebft_ds.policy.importance import importance_weights
     from ebft_ds.rewards.aggregation import aggregate_objectives
     from ebft_ds.rewards.feature_matching import group_feature_rewards
+    from ebft_ds.rewards.preference_loss import pairwise_loss
     from ebft_ds.rollout.loop import EBFTRolloutLoop
     from ebft_ds.trainers.async_ebft import AsyncEBFTTrainer
 
@@ -29,6 +30,7 @@ _HOMES = {
     "group_advantages": "ebft_ds.policy.advantages",
     "aggregate_objectives": "ebft_ds.rewards.aggregation",
     "importance_weights": "ebft_ds.policy.importance",
+    "pairwise_loss": "ebft_ds.rewards.preference_loss",
     "AsyncEBFTConfig": "ebft_ds.config",
     "AsyncEBFTTrainer": "ebft_ds.trainers.async_ebft",
     "EBFTScorer": "ebft_ds.features.scorer",
@@ -46,6 +48,7 @@ __all__ = [
     "group_advantages",
     "group_feature_rewards",
     "importance_weights",
+    "pairwise_loss",
     "pool_hidden_states",
 ]
 
