@@ -84,7 +84,7 @@ def load_checked_tokenizer(
     """The given or the model's tokenizer, held against vocabulary, stop ids and the feature model's tokenizer. Errors: ModelError."""
     name = config.model.model_name_or_path
     assert name is not None
-    tokenizer = given if given is not None else _load_tokenizer(name, config.model.model_revision, config.model.trust_remote_code)
+    tokenizer = given if given is not None else load_tokenizer(name, config.model.model_revision, config.model.trust_remote_code)
     if facts.vocab_size:
         check_vocabulary(tokenizer, facts.vocab_size)
         beyond = [token for token in config.rollout.stop_token_ids or [] if token >= facts.vocab_size]
@@ -92,13 +92,14 @@ def load_checked_tokenizer(
             raise ConfigError(f"stop_token_ids: {beyond} is outside the model's vocabulary of {facts.vocab_size}")
     feature_name = config.model.feature_model_name_or_path
     if feature_name is not None and feature_name != name:
-        other = _load_tokenizer(feature_name, None, config.model.trust_remote_code)
+        other = load_tokenizer(feature_name, None, config.model.trust_remote_code)
         if other.get_vocab() != tokenizer.get_vocab():
             raise ModelError(f"the tokenizer of feature_model_name_or_path {feature_name} is not that of {name}; token ids would differ")
     return tokenizer
 
 
-def _load_tokenizer(name: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name. Errors: ModelError."""
     from transformers import AutoTokenizer
 
     try:

@@ -10,15 +10,20 @@ from ebft_ds.errors import ConfigError
 from ebft_ds.sidecar.auth import KEY_VARIABLE
 
 
-def given_key(key_file: str | None, environ: Mapping[str, str]) -> str | None:
-    """The key in `vllm_api_key_file`, else in EBFT_VLLM_API_KEY, else None. Errors: ConfigError for an unusable file or key."""
+def given_key(
+    key_file: str | None, environ: Mapping[str, str], *, setting: str = "vllm_api_key_file", variable: str = KEY_VARIABLE
+) -> str | None:
+    """The key in `key_file`, else in the environment variable, else None. Errors: ConfigError for an unusable file or key.
+
+    `setting`: what the user calls the file.
+    """
     if key_file is None:
-        return _usable(environ[KEY_VARIABLE], KEY_VARIABLE) if environ.get(KEY_VARIABLE) else None
+        return _usable(environ[variable], variable) if environ.get(variable) else None
     path = Path(key_file).expanduser()
     try:
-        return _usable(path.read_text(encoding="utf-8").strip(), f"vllm_api_key_file {path}")
+        return _usable(path.read_text(encoding="utf-8").strip(), f"{setting} {path}")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"vllm_api_key_file {path} cannot be read: {error}") from None
+        raise ConfigError(f"{setting} {path} cannot be read: {error}") from None
 
 
 def new_key() -> str:

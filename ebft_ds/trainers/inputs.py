@@ -72,10 +72,10 @@ def prepare_run(args: C, inputs: RunInputs, check: Callable[[C, RunInputs, int],
     """
     collectives = init_distributed(args.engine.ddp_timeout)
     config = _complete(args, inputs)
-    config = _agree(collectives, lambda: _with_model_folder(config, inputs, collectives))
-    checked = _agree(collectives, lambda: check(config, inputs, collectives.world_size))
+    config = agree(collectives, lambda: _with_model_folder(config, inputs, collectives))
+    checked = agree(collectives, lambda: check(config, inputs, collectives.world_size))
     if record:
-        _agree(collectives, lambda: prepare_output_dir(config) if collectives.is_main else None)
+        agree(collectives, lambda: prepare_output_dir(config) if collectives.is_main else None)
     assert config.run.output_dir is not None
     output_dir = Path(config.run.output_dir)
     setup_logging(collectives.rank, collectives.world_size, config.monitor.log_level, output_dir / "logs")
@@ -107,7 +107,7 @@ def _complete(args: C, inputs: RunInputs) -> C:
 def _with_model_folder(config: C, inputs: RunInputs, collectives: Collectives) -> C:
     """A model given as an object becomes a folder: the rollout process and the frozen copy load the very same weights from it.
 
-    Rank 0 writes it; nobody reads it before `_agree` has gathered all ranks.
+    Rank 0 writes it; nobody reads it before `agree` has gathered all ranks.
     """
     if isinstance(inputs.model, str):
         return config
@@ -135,8 +135,8 @@ def check_ebft(config: AsyncEBFTConfig, inputs: RunInputs, world_size: int) -> P
     )
 
 
-def _agree(collectives: Collectives, action: Any) -> Any:
-    """Runs a rank's part; nobody goes on, and nobody is left waiting, when it failed anywhere."""
+def agree(collectives: Collectives, action: Any) -> Any:
+    """Collective. Runs a rank's part; nobody goes on, and nobody is left waiting, when it failed anywhere."""
     error: EbftError | None = None
     result: Any = None
     try:
