@@ -206,7 +206,7 @@ class LossSection(Section):
     rl_warmup_start: NonNegativeFloat = Field(1.0, description="Factor of ebft_rl_coef at the first EBFT step...")
     rl_warmup_steps: NonNegativeInt = Field(0, description="...rising linearly to 1 over these steps.")
     ce_decay_steps: NonNegativeInt = Field(0, description="Steps over which ebft_ce_coef falls linearly to 0 (0: constant).")
-    logprob_chunk_size: PositiveInt = Field(512, description="Positions per chunk of the log-prob head.")
+    logprob_chunk_size: PositiveInt = Field(256, description="Positions per chunk of the log-prob head.")
     log_entropy: bool = Field(True, description="Log the policy's mean entropy on completion tokens.")
 
 

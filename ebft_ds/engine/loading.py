@@ -208,7 +208,7 @@ def load_frozen_copy(model: ModelSection, deepspeed_config: dict[str, Any], *, d
         apply_liger_kernels(network)
     install_packed_attention(network)
     if whole:
-        install_log_prob_head(network, chunk_size=512)
+        install_log_prob_head(network, chunk_size=256)
     network.requires_grad_(False)
     network.eval()
     return LanguageNetwork(network, depth)

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 class LogProbHead(nn.Linear):
     """An output embedding that can also return the log-probs of given tokens. Called with hidden states alone it is nn.Linear."""
 
-    chunk_size: int = 512
+    chunk_size: int = 256
     softcap: float | None = None
     """tanh cap of the logits (Gemma 2), applied before the temperature."""
 
