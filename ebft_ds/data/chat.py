@@ -34,6 +34,8 @@ class AssistantTurn(msgspec.Struct, frozen=True):
     """Closes the turn; None if the template writes no special token there and the tokenizer has no EOS."""
     strips_left: bool
     strips_right: bool
+    rest: str = ""
+    """What the template writes behind the end token; without an end token of its own, behind the answer."""
 
     def wrap(self, answer: str, *, close: bool) -> str:
         """The text to encode for `answer`; the end token itself is appended as an id."""
@@ -47,14 +49,17 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
 
     Raises `ConfigError` for a file that does not exist.
     """
-    if chat_template is None:
-        return
+    if chat_template is not None:
+        tokenizer.chat_template = template_text(chat_template)
+
+
+def template_text(chat_template: str) -> str:
+    """Jinja text, as given or from the file that is named. Raises `ConfigError` for a file that does not exist."""
     if "{" in chat_template:
-        tokenizer.chat_template = chat_template
-        return
+        return chat_template
     path = Path(chat_template).expanduser()
     try:
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template: {path.absolute()} cannot be read ({error}), and the value is not a Jinja template.") from error
 
@@ -107,26 +112,27 @@ def assistant_turn(tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Map
     before, found, tail = full.partition(SENTINEL)
     if not found:
         raise ModelError("The chat template leaves out the assistant's message. Set another chat_template.")
-    after, end_id = _first_special(tokenizer, tail)
+    after, end_id, rest = _first_special(tokenizer, tail)
     return AssistantTurn(
         before=before[len(opening) :] if before.startswith(opening) else "",
         after=after,
         end_id=end_id,
         strips_left=(" \n" + SENTINEL) not in left,
         strips_right=(SENTINEL + " \n") not in right,
+        rest=rest,
     )
 
 
-def _first_special(tokenizer: PreTrainedTokenizerBase, tail: str) -> tuple[str, int | None]:
-    """Text before the first special token in `tail`, and its id; without one: no text, and EOS."""
+def _first_special(tokenizer: PreTrainedTokenizerBase, tail: str) -> tuple[str, int | None, str]:
+    """Text before the first special token in `tail`, its id, and the text behind it; without one: no text, EOS, and all of `tail`."""
     best: tuple[int, int, int] | None = None
     for token_id, text in special_tokens(tokenizer).items():
         at = tail.find(text)
         if at >= 0 and (best is None or (at, -len(text)) < best[:2]):
             best = (at, -len(text), token_id)
     if best is None:
-        return "", eos_id(tokenizer)
-    return tail[: best[0]], best[2]
+        return "", eos_id(tokenizer), tail
+    return tail[: best[0]], best[2], tail[best[0] - best[1] :]
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

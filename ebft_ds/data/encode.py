@@ -31,6 +31,48 @@ class EncodedTexts(msgspec.Struct, frozen=True):
     reference_ids: list[int]
 
 
+class TextEncoder:
+    """Texts to ids with one tokenizer, and what it puts before them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._bos: int | None = tokenizer.bos_token_id
+        self._prefix = _added_before(tokenizer)
+
+    def ids(self, texts: list[str]) -> list[list[int]]:
+        """Batch encoding without special tokens; the tokenizer's own truncation and padding settings never apply."""
+        if not texts:  # the tokenizer itself cannot take an empty batch
+            return []
+        batch: Any = self._tokenizer(
+            texts,
+            add_special_tokens=False,
+            padding=False,
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        ids: list[list[int]] = batch["input_ids"]
+        return ids
+
+    def with_one_bos(self, ids: list[int], *, chat: bool) -> list[int]:
+        """Add what the tokenizer puts before a text, and take away a BOS that would then be there twice."""
+        if chat and self._bos not in self._prefix:
+            prefix: list[int] = []  # a template writes whatever else opens a conversation
+        elif chat:
+            prefix = [] if ids[: len(self._prefix)] == self._prefix else self._prefix
+        else:
+            prefix = self._prefix
+        ids = [*prefix, *ids]
+        bos_at = next((i for i, token in enumerate(ids[: len(self._prefix) + 1]) if token == self._bos), None)
+        if self._bos is None or bos_at is None:
+            return ids
+        stop = bos_at
+        while stop + 1 < len(ids) and ids[stop + 1] == self._bos:
+            stop += 1
+        return [*ids[:bos_at], *ids[stop:]]
+
+
 class RowEncoder:
     """Encodes batches of rows with one tokenizer. Nothing is ever cut."""
 
@@ -47,11 +89,10 @@ class RowEncoder:
         self._kwargs = dict(chat_template_kwargs or {})
         check_template_kwargs(self._kwargs)
         self._close = close_references
-        self._bos: int | None = tokenizer.bos_token_id
-        self._prefix = _added_before(tokenizer)
+        self._text = TextEncoder(tokenizer)
         # SentencePiece-style tokenizers write a space before any text they see, so a reference encoded alone would differ
         # from the same text after its prompt.
-        tokens: Any = tokenizer.convert_ids_to_tokens(self._ids(["a"])[0])
+        tokens: Any = tokenizer.convert_ids_to_tokens(self._text.ids(["a"])[0])
         self._prepends_space = tokens[0].startswith("▁")
 
     @cached_property
@@ -62,29 +103,13 @@ class RowEncoder:
     def _specials(self) -> dict[int, str]:
         return special_tokens(self._tokenizer)
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        """Batch encoding without special tokens; the tokenizer's own truncation and padding settings never apply."""
-        if not texts:  # the tokenizer itself cannot take an empty batch
-            return []
-        batch: Any = self._tokenizer(
-            texts,
-            add_special_tokens=False,
-            padding=False,
-            truncation=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        ids: list[list[int]] = batch["input_ids"]
-        return ids
-
     def encode(self, rows: Sequence[ValidRow]) -> list[EncodedTexts | BadRow]:
         """One result per row, in order: its ids, or why it cannot be encoded (a template that refuses it)."""
         texts = self._prompt_texts(rows)
         good = [i for i, text in enumerate(texts) if isinstance(text, str)]
         prompt_texts = [str(texts[i]) for i in good]
         answers = [self._answer_text(rows[i]) for i in good]
-        prompts = self._ids(prompt_texts)
+        prompts = self._text.ids(prompt_texts)
         references = self._reference_ids(prompt_texts, prompts, answers)
         results: list[EncodedTexts | BadRow] = [t if isinstance(t, BadRow) else BadRow("was not encoded") for t in texts]
         for i, prompt, reference in zip(good, prompts, references, strict=True):
@@ -92,7 +117,7 @@ class RowEncoder:
         return results
 
     def _finish(self, row: ValidRow, prompt: list[int], reference: list[int]) -> EncodedTexts | BadRow:
-        prompt = self._with_one_bos(prompt, chat=row.is_chat)
+        prompt = self._text.with_one_bos(prompt, chat=row.is_chat)
         if not prompt:
             return BadRow("has a prompt that encodes to no token")
         if not reference:
@@ -102,7 +127,7 @@ class RowEncoder:
 
     def _prompt_texts(self, rows: Sequence[ValidRow]) -> list[str | BadRow]:
         texts: list[str | BadRow] = [row.prompt if isinstance(row.prompt, str) else BadRow("was not rendered") for row in rows]
-        chats = [(i, self._with_system(row.prompt)) for i, row in enumerate(rows) if not isinstance(row.prompt, str)]
+        chats = [(i, with_system(row.prompt, self._system_prompt)) for i, row in enumerate(rows) if not isinstance(row.prompt, str)]
         for (i, _), text in zip(chats, self._render([messages for _, messages in chats]), strict=True):
             texts[i] = text
         return texts
@@ -118,17 +143,10 @@ class RowEncoder:
                 return [BadRow(f"is refused by the chat template: {error}")]
             return [result for conversation in conversations for result in self._render([conversation])]
 
-    def _with_system(self, messages: list[Message]) -> list[Message]:
-        if self._system_prompt is None or any(m["role"] in ("system", "developer") for m in messages):
-            return messages
-        return [{"role": "system", "content": self._system_prompt}, *messages]
-
     def _answer_text(self, row: ValidRow) -> str:
         """The reference as text, without a closing token that it may bring itself (it is appended as an id)."""
-        answer = row.reference
         end = self._end_id(row.is_chat) if self._close else None
-        if end is not None and answer.rstrip().endswith(self._specials[end]):
-            answer = answer.rstrip().removesuffix(self._specials[end])
+        answer = row.reference if end is None else without_end(row.reference, self._specials[end])
         return self._turn.wrap(answer, close=self._close) if row.is_chat else answer
 
     def _end_id(self, chat: bool) -> int:
@@ -138,32 +156,28 @@ class RowEncoder:
         return end
 
     def _reference_ids(self, prompt_texts: list[str], prompts: list[list[int]], answers: list[str]) -> list[list[int]]:
-        alone = self._ids(answers)
+        alone = self._text.ids(answers)
         if not self._prepends_space:
             return alone
-        joint = self._ids([p + a for p, a in zip(prompt_texts, answers, strict=True)])
+        joint = self._text.ids([p + a for p, a in zip(prompt_texts, answers, strict=True)])
         # Where the joint encoding merges characters over the boundary, the prompt's ids would change: the separate one stays.
         return [
             both[len(prompt) :] if both[: len(prompt)] == prompt and len(both) > len(prompt) else own
             for both, prompt, own in zip(joint, prompts, alone, strict=True)
         ]
 
-    def _with_one_bos(self, ids: list[int], *, chat: bool) -> list[int]:
-        """Add what the tokenizer puts before a text, and take away a BOS that would then be there twice."""
-        if chat and self._bos not in self._prefix:
-            prefix: list[int] = []  # a template writes whatever else opens a conversation
-        elif chat:
-            prefix = [] if ids[: len(self._prefix)] == self._prefix else self._prefix
-        else:
-            prefix = self._prefix
-        ids = [*prefix, *ids]
-        bos_at = next((i for i, token in enumerate(ids[: len(self._prefix) + 1]) if token == self._bos), None)
-        if self._bos is None or bos_at is None:
-            return ids
-        stop = bos_at
-        while stop + 1 < len(ids) and ids[stop + 1] == self._bos:
-            stop += 1
-        return [*ids[:bos_at], *ids[stop:]]
+
+def with_system(messages: list[Message], system_prompt: str | None) -> list[Message]:
+    """The conversation with the system prompt first, where it brings no system or developer message itself."""
+    if system_prompt is None or any(m["role"] in ("system", "developer") for m in messages):
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def without_end(answer: str, end: str) -> str:
+    """The text without the closing token that it may bring itself, white space behind that included."""
+    stripped = answer.rstrip()
+    return stripped.removesuffix(end) if stripped.endswith(end) else answer
 
 
 def _added_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
+from ebft_ds.data.file_rows import JsonLines, ParquetRows, parse_json_line
 from ebft_ds.errors import DataError
 
 if TYPE_CHECKING:
@@ -30,19 +31,13 @@ KNOWN_SPLITS = ("train", "training", *EVAL_SPLITS)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-class UnreadableRow(msgspec.Struct, frozen=True):
-    """Stands for a line that is no JSON object; `reason` says why."""
-
-    reason: str
-
-
 class TablePart(msgspec.Struct, frozen=True):
     """The rows of one file or dataset."""
 
     name: str
     rows: Sequence[Any]
-    """Mappings or `UnreadableRow`."""
-    lines: list[int] | None = None
+    """Mappings, or `UnreadableRow` (file_rows.py)."""
+    lines: Sequence[int] | None = None
     """Line of each row, from 1; None where lines mean nothing."""
 
 
@@ -81,37 +76,58 @@ class RowTable:
         return f"row {offset + 1} of {part.name}" + ("" if line == offset + 1 else f" (line {line})")
 
 
-def read_rows(source: DataSource, *, split: str | None = "train", config_name: str | None = None, num_proc: int | None = None) -> RowTable:
+def read_rows(
+    source: DataSource,
+    *,
+    split: str | None = "train",
+    config_name: str | None = None,
+    num_proc: int | None = None,
+    lazy: bool = False,
+) -> RowTable:
     """Open `source`.
 
     `split` names a split of a dataset with several, or a file group of a folder; None takes the only one or the first of
-    `EVAL_SPLITS` that exists. A single file, list or `Dataset` has no splits and ignores it.
+    `EVAL_SPLITS` that exists. A single file, list or `Dataset` has no splits and ignores it. `lazy`: rows of JSON-lines and Parquet
+    files are parsed when they are asked for, so that text that is not UTF-8 is found only then (`UnreadableRow`).
     Raises `DataError` for a missing path, an unreachable hub dataset, an unknown split, an unreadable file or zero rows.
     """
     is_name = isinstance(source, (str, Path))
-    table = _read_named(str(source), split, config_name, num_proc) if is_name else _read_object(source, split)
+    table = _read_named(str(source), split, config_name, num_proc, lazy) if is_name else _read_object(source, split)
     if len(table) == 0:
         raise DataError(f"{table.name} has no rows.")
     return table
 
 
-def _read_named(text: str, split: str | None, config_name: str | None, num_proc: int | None) -> RowTable:
+def _read_named(text: str, split: str | None, config_name: str | None, num_proc: int | None, lazy: bool) -> RowTable:
     path = Path(text).expanduser()
     if path.is_file():
-        return RowTable(path.name, [read_file(path, path.name)])
+        return RowTable(path.name, [read_file(path, path.name, lazy=lazy)])
     if path.is_dir():
-        return _read_folder(path, split)
-    if text.lower().endswith(FILE_SUFFIXES) or not _HUB_NAME.fullmatch(text):
-        raise DataError(f"No dataset at {path.absolute()}: neither a file nor a folder. Correct the path, or give a hub name (owner/name).")
+        return _read_folder(path, split, lazy)
+    check_hub_name(text)
     return _read_hub(text, split, config_name, num_proc)
 
 
-def read_file(path: Path, name: str) -> TablePart:
-    """Rows of one JSONL, JSON or Parquet file; `name` is what messages call it."""
+def check_hub_name(text: str) -> None:
+    """Raises `DataError` for a name that is neither a file, nor a folder, nor of the form `owner/name`."""
+    if text.lower().endswith(FILE_SUFFIXES) or not _HUB_NAME.fullmatch(text):
+        raise DataError(
+            f"No dataset at {Path(text).expanduser().absolute()}: neither a file nor a folder."
+            " Correct the path, or give a hub name (owner/name)."
+        )
+
+
+def read_file(path: Path, name: str, *, lazy: bool = False) -> TablePart:
+    """Rows of one JSONL, JSON or Parquet file; `name` is what messages call it, `lazy` as in `read_rows`."""
     suffix = path.suffix.lower()
     if suffix not in FILE_SUFFIXES:
         raise DataError(f"{path.absolute()}: files ending in {suffix or 'nothing'} are not read; use {', '.join(FILE_SUFFIXES)}.")
     try:
+        if lazy and suffix == ".parquet":
+            return TablePart(name, ParquetRows(path))
+        if lazy and not is_json_array(path):
+            rows = JsonLines(path)
+            return TablePart(name, rows, rows.lines)
         if suffix == ".parquet":
             import pyarrow.parquet
 
@@ -124,6 +140,14 @@ def read_file(path: Path, name: str) -> TablePart:
     if suffix == ".json" and text.lstrip().startswith("["):
         return _parse_json_array(text, path, name)
     return _parse_json_lines(text, name)
+
+
+def is_json_array(path: Path) -> bool:
+    """Does a .json file hold one array rather than a row a line? Raises OSError."""
+    if path.suffix.lower() != ".json":
+        return False
+    with path.open("rb") as file:
+        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 def _parse_json_array(text: str, path: Path, name: str) -> TablePart:
@@ -140,23 +164,29 @@ def _parse_json_lines(text: str, name: str) -> TablePart:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            row = UnreadableRow(f"line {number} is not valid JSON (column {error.colno}: {error.msg})")
-        rows.append(row)
+        rows.append(parse_json_line(line, number))
         lines.append(number)
     return TablePart(name, rows, lines)
 
 
-def _read_folder(path: Path, split: str | None) -> RowTable:
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+def _read_folder(path: Path, split: str | None, lazy: bool) -> RowTable:
+    if is_saved_dataset(path):
         import datasets
 
         try:
             return _read_object(datasets.load_from_disk(str(path)), split, name=str(path))
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"{path.absolute()} is a saved dataset that cannot be read: {error}") from error
+    return RowTable(str(path), [read_file(file, str(file.relative_to(path)), lazy=lazy) for file in folder_files(path, split)])
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Was the folder written with save_to_disk?"""
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def folder_files(path: Path, split: str | None) -> list[Path]:
+    """The data files of a folder that belong to `split`, in order. Raises `DataError` if there are none."""
     files = sorted(p for p in path.rglob("*") if p.suffix.lower() in FILE_SUFFIXES and p.is_file() and not _hidden(p, path))
     # Beside data files, .json is metadata (dataset_infos.json, ...).
     files = [file for file in files if file.suffix.lower() != ".json"] or files
@@ -166,10 +196,8 @@ def _read_folder(path: Path, split: str | None) -> RowTable:
     for file in files:
         by_split.setdefault(_split_of(file.relative_to(path)), []).append(file)
     if set(by_split) == {None}:
-        chosen = files
-    else:
-        chosen = by_split[choose_split([s for s in by_split if s is not None], split, str(path.absolute()))]
-    return RowTable(str(path), [read_file(file, str(file.relative_to(path))) for file in chosen])
+        return files
+    return by_split[choose_split([s for s in by_split if s is not None], split, str(path.absolute()))]
 
 
 def _hidden(file: Path, root: Path) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ebft_ds.data.rows import BadRow, ValidRow, validate_row
-from ebft_ds.data.sources import UnreadableRow
+from ebft_ds.data.file_rows import UnreadableRow
 
 
 def validate(row: Any) -> ValidRow:

@@ -9,7 +9,8 @@ from typing import Any
 import datasets
 import pytest
 
-from ebft_ds.data.sources import UnreadableRow, read_rows
+from ebft_ds.data.file_rows import UnreadableRow
+from ebft_ds.data.sources import read_rows
 from ebft_ds.errors import DataError
 
 ROWS = [{"prompt": f"question {i}", "ground_truth": f"answer {i}"} for i in range(5)]
