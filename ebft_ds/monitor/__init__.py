@@ -10,6 +10,7 @@ from ebft_ds.monitor.logging_setup import setup_logging
 from ebft_ds.monitor.memory import PeakMemory, take_cuda_peak
 from ebft_ds.monitor.metrics import Metric, MetricsAccumulator, reduce_over_ranks
 from ebft_ds.monitor.progress import ProgressReporter
+from ebft_ds.monitor.reliability import Figure, draw_reliability
 from ebft_ds.monitor.samples import SampleLog, SampleRow, read_samples, render_table
 from ebft_ds.monitor.summary import EvalResult, render_before_after
 from ebft_ds.monitor.text_metrics import char_ngram_f
@@ -20,6 +21,7 @@ from ebft_ds.monitor.writer import MetricsWriter
 __all__ = [
     "KEYS",
     "EvalResult",
+    "Figure",
     "Metric",
     "MetricKey",
     "MetricsAccumulator",
@@ -32,6 +34,7 @@ __all__ = [
     "StepTimer",
     "char_ngram_f",
     "compare_runs",
+    "draw_reliability",
     "environment_report",
     "error_console",
     "model_flops_utilisation",

@@ -8,7 +8,9 @@ from typing import NamedTuple
 CUSTOM_PREFIX = "custom/"
 """A callback's own keys start with this."""
 REWARD_PREFIX = "rewards/"
-"""One key per further reward function: `rewards/<name>`, mean over the step's completions."""
+"""Keys of each further objective: `rewards/<name>` (mean) and `rewards/<name>/std`, over the step's completions that got a reward."""
+EVAL_PREFIX = "eval/"
+"""A named evaluation set has its keys under `eval/<set>/`; subsets and sections are `subset/<name>` and `section/<name>` there."""
 
 
 class MetricKey(NamedTuple):
@@ -103,6 +105,16 @@ _ROWS = [
         "GB",
         "Most memory used in the step by any rank: accelerator memory, or resident memory on CPU (1 GB = 1e9 bytes).",
     ),
+    MetricKey("num_rows_seen", "rows", "Preference rows trained on since step 0, resumes included."),
+    MetricKey("reward/accuracy", "share", "Pairs of the step that the rewards order as labelled, ties as half."),
+    MetricKey("reward/tie_share", "share", "Pairs of the step with equal rewards."),
+    MetricKey("reward/margin", "-", "Mean of chosen minus rejected reward over the step's pairs."),
+    MetricKey("reward/chosen_mean", "-", "Mean reward of the step's chosen (best) responses."),
+    MetricKey("reward/rejected_mean", "-", "Mean reward of the step's other responses."),
+    MetricKey("reward/mean", "-", "Mean reward of all responses of the step."),
+    MetricKey("reward/min", "-", "Smallest reward of the step."),
+    MetricKey("reward/max", "-", "Largest reward of the step."),
+    MetricKey("reward/pairs", "pairs", "Pairs in the step: K (K - 1) / 2 of a row of K responses."),
     MetricKey("eval/alignment", "-", "`ebft/alignment` on held-out prompts, never whitened."),
     MetricKey("eval/diversity", "-", "`ebft/diversity` on held-out prompts, never whitened."),
     MetricKey("eval/cfm_loss", "-", "`ebft/cfm_loss` on held-out prompts, trained pooling."),
@@ -117,6 +129,20 @@ _ROWS = [
     MetricKey("eval/distinct_share", "share", "Different completions among a prompt's, mean over prompts."),
     MetricKey("eval/prompts", "prompts", "Held-out prompts evaluated."),
     MetricKey("eval/completions", "completions", "Completions sampled for them."),
+    MetricKey("eval/accuracy", "share", "Held-out pairs that the reward model orders as labelled, ties as half."),
+    MetricKey("eval/tie_share", "share", "Held-out pairs with equal rewards."),
+    MetricKey("eval/margin", "-", "Mean of chosen minus rejected reward over held-out pairs."),
+    MetricKey("eval/loss", "nats", "The training loss on held-out rows, per pair (plackett_luce: per row)."),
+    MetricKey("eval/chosen_mean", "-", "Mean reward of the held-out chosen (best) responses."),
+    MetricKey("eval/chosen_std", "-", "Their standard deviation, unbiased."),
+    MetricKey("eval/rejected_mean", "-", "Mean reward of the other held-out responses."),
+    MetricKey("eval/rejected_std", "-", "Their standard deviation, unbiased."),
+    MetricKey("eval/reward_mean", "-", "Mean reward of all held-out responses."),
+    MetricKey("eval/reward_std", "-", "Their standard deviation, unbiased."),
+    MetricKey("eval/best_of_n_accuracy", "share", "Held-out rows of more than two responses whose best one has the highest reward."),
+    MetricKey("eval/ece", "share", "Expected calibration error of sigmoid of the absolute difference of rewards, over held-out pairs."),
+    MetricKey("eval/pairs", "pairs", "Held-out pairs evaluated."),
+    MetricKey("eval/rows", "rows", "Held-out preference rows evaluated."),
 ]
 
 KEYS: dict[str, MetricKey] = {row.name: row for row in _ROWS}
@@ -124,8 +150,17 @@ KEYS: dict[str, MetricKey] = {row.name: row for row in _ROWS}
 
 
 def unknown_keys(metrics: Iterable[str]) -> list[str]:
-    """Keys that the table lacks and that no open prefix (`custom/`, `rewards/`) covers. For tests: a run never refuses a metric."""
-    return [key for key in metrics if key not in KEYS and not key.startswith((CUSTOM_PREFIX, REWARD_PREFIX))]
+    """Keys that the table lacks and that no open prefix (`custom/`, `rewards/`, `eval/<set>/`) covers. For tests: a run never refuses
+    a metric."""
+    return [key for key in metrics if key not in KEYS and not key.startswith((CUSTOM_PREFIX, REWARD_PREFIX)) and not _of_named_eval(key)]
+
+
+def _of_named_eval(key: str) -> bool:
+    """`eval/<set>/<known>`, `eval/subset/<name>`, `eval/<set>/section/<name>`, ..."""
+    if not key.startswith(EVAL_PREFIX):
+        return False
+    parts = key.removeprefix(EVAL_PREFIX).split("/")
+    return bool({"subset", "section"} & set(parts[:-1])) or (len(parts) > 1 and f"{EVAL_PREFIX}{parts[-1]}" in KEYS)
 
 
 def tensorboard_tag(key: str) -> str:
@@ -147,7 +182,10 @@ def render_metrics_doc() -> str:
         "to `metrics.replaced.jsonl`.",
         "",
         "TensorBoard (`tb/`) shows the same keys, grouped by what stands before the first slash; keys without one are under `train/`.",
-        f"Keys of your own callbacks belong under `{CUSTOM_PREFIX}`; further reward functions appear as `{REWARD_PREFIX}<name>`.",
+        f"Keys of your own callbacks belong under `{CUSTOM_PREFIX}`. Further objectives (reward models and functions) appear as",
+        f"`{REWARD_PREFIX}<name>` (mean) and `{REWARD_PREFIX}<name>/std`, over the completions of the step that got a reward. Of several",
+        "evaluation sets each has its keys under `eval/<set>/`. Accuracies of preference rows by subset and section are",
+        "`eval/subset/<name>` and `eval/section/<name>`.",
         "",
         "| key | unit | meaning |",
         "|---|---|---|",

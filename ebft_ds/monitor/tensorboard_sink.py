@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from ebft_ds.monitor.reliability import Figure
 
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_EVENTS = 10_000
+HISTOGRAM_BUCKETS = 30
 
 
 class TensorBoardSink:
-    """Scalars and text of one run under `folder`. On resume after step N, TensorBoard forgets the points of later steps.
+    """Scalars, texts, histograms and figures of one run under `folder`.
+
+    On resume after step N, TensorBoard forgets the points of later steps.
 
     A failed write is reported once; the points wait and go to a new event file as soon as one can be written.
     """
@@ -45,6 +51,36 @@ class TensorBoardSink:
         tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[text.encode(errors="replace")], tensor_shape=shape)
         metadata = summary_pb2.SummaryMetadata(plugin_data=plugin)
         self._put(step, [summary_pb2.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
+
+    def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
+        """The distribution of the finite values; nothing is written without one."""
+        from tensorboard.compat.proto import histogram_pb2, summary_pb2
+
+        known = [value for value in values if math.isfinite(value)]
+        if not known:
+            return
+        low, high = min(known), max(known)
+        buckets = HISTOGRAM_BUCKETS if high > low else 1
+        counts = [0] * buckets
+        for value in known:
+            counts[min(int((value - low) / (high - low) * buckets), buckets - 1) if buckets > 1 else 0] += 1
+        histogram = histogram_pb2.HistogramProto(
+            min=low,
+            max=high,
+            num=len(known),
+            sum=math.fsum(known),
+            sum_squares=math.fsum(value * value for value in known),
+            bucket_limit=[low + (high - low) * (i + 1) / buckets for i in range(buckets)],
+            bucket=counts,
+        )
+        self._put(step, [summary_pb2.Summary.Value(tag=tag, histo=histogram)])
+
+    def figure(self, tag: str, figure: Figure, step: int) -> None:
+        """An image."""
+        from tensorboard.compat.proto import summary_pb2
+
+        image = summary_pb2.Summary.Image(height=figure.height, width=figure.width, colorspace=3, encoded_image_string=figure.png)
+        self._put(step, [summary_pb2.Summary.Value(tag=tag, image=image)])
 
     def close(self) -> None:
         self._flush()

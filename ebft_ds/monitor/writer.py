@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
 
 from ebft_ds.errors import ConfigError
 from ebft_ds.monitor.jsonl import LineSink, encode, finite_or_none, last_object, plain, trim_after
 from ebft_ds.monitor.keys import tensorboard_tag
+from ebft_ds.monitor.reliability import Figure
 from ebft_ds.monitor.tensorboard_sink import TensorBoardSink
 
 Value = SupportsFloat | str | None
@@ -64,6 +65,16 @@ class MetricsWriter:
         """A text for TensorBoard alone (the configuration, say), shown as it is."""
         if self._tensorboard is not None:
             self._tensorboard.text(tag, "\n".join(f"    {line}" for line in text.splitlines()), step)
+
+    def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
+        """A distribution for TensorBoard alone."""
+        if self._tensorboard is not None:
+            self._tensorboard.histogram(tag, values, step)
+
+    def figure(self, tag: str, figure: Figure, step: int) -> None:
+        """An image for TensorBoard alone (`draw_reliability`, say)."""
+        if self._tensorboard is not None:
+            self._tensorboard.figure(tag, figure, step)
 
     def close(self) -> None:
         self._lines.close()

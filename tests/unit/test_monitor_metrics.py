@@ -113,7 +113,9 @@ def test_rows_are_complete_and_fit_the_table() -> None:
 
 
 def test_unknown_keys_are_found_and_open_prefixes_are_not() -> None:
-    assert unknown_keys(["loss", "custom/mine", "rewards/length", "ebft/rewrad"]) == ["ebft/rewrad"]
+    assert unknown_keys(["loss", "custom/mine", "rewards/length", "rewards/length/std", "ebft/rewrad"]) == ["ebft/rewrad"]
+    known = ["eval/accuracy", "eval/other_set/accuracy", "eval/subset/hep-cpp", "eval/section/Chat Hard", "eval/other_set/subset/a/b"]
+    assert unknown_keys([*known, "eval/acuracy", "eval/other_set/acuracy"]) == ["eval/acuracy", "eval/other_set/acuracy"]
 
 
 def test_tensorboard_groups() -> None:

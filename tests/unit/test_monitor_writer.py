@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import math
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ebft_ds.errors import ConfigError
-from ebft_ds.monitor import MetricsWriter, read_metrics
+from ebft_ds.monitor import MetricsWriter, draw_reliability, read_metrics
 from ebft_ds.monitor.jsonl import LineSink, trim_after
+from ebft_ds.rewards.calibration import calibration_bins
 
 
 def steps_of(path: Path) -> list[int]:
@@ -184,3 +186,33 @@ def test_trimming_leaves_ordered_steps_and_loses_nothing(
     assert len(kept) + moved == len(steps) + bool(junk)
     assert sorted((path.read_bytes() + replaced).split()) == sorted(content.split())
     assert trim_after(path, resume, unique=unique) == 0
+
+
+def test_histograms_and_figures_reach_tensorboard(tmp_path: Path) -> None:
+    from PIL import Image
+
+    bins = calibration_bins([1.0, -0.5, 0.0, 3.0], 4)
+    with MetricsWriter(tmp_path, tensorboard=True, start_step=0) as writer:
+        writer.histogram("eval/chosen_rewards", [0.0, 1.0, 1.0, 4.0, math.nan], 2)
+        writer.histogram("eval/constant", [2.0, 2.0], 2)
+        writer.histogram("eval/none", [math.inf], 2)
+        writer.figure("eval/reliability", draw_reliability(bins, 0.25), 2)
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert set(events.Tags()["histograms"]) == {"eval/chosen_rewards", "eval/constant"}
+    found = events.Histograms("eval/chosen_rewards")[0]
+    assert (found.step, found.histogram_value.num, found.histogram_value.max) == (2, 4, 4.0)
+    assert sum(found.histogram_value.bucket) == 4
+    assert len(found.histogram_value.bucket) == len(found.histogram_value.bucket_limit) > 1
+    assert events.Histograms("eval/constant")[0].histogram_value.bucket == [2]
+    image = events.Images("eval/reliability")[0]
+    shown = Image.open(io.BytesIO(image.encoded_image_string))
+    assert shown.size == (image.width, image.height)
+    assert len(shown.getcolors() or []) > 4, "bars, lines and text"
+
+
+def test_without_tensorboard_figures_go_nowhere(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False, start_step=0) as writer:
+        writer.histogram("eval/chosen_rewards", [0.0, 1.0], 1)
+        writer.figure("eval/reliability", draw_reliability(calibration_bins([]), math.nan), 1)
+    assert not (tmp_path / "tb").exists()
