@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
@@ -49,8 +50,8 @@ def install_packed_attention(model: PreTrainedModel) -> None:
     """
     if packing_support(model.config).style == "padded":
         return
-    config_type = type(model.config)
-    if not isinstance(model, (MODEL_FOR_CAUSAL_LM_MAPPING[config_type], MODEL_MAPPING[config_type])):
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
+    if not isinstance(model, tuple(mapping.get(type(model.config), ()) for mapping in mappings)):
         return
     wanted = {"": _register(model.config._attn_implementation)}
     for name in model.config.sub_configs:
