@@ -51,7 +51,8 @@ def install_packed_attention(model: PreTrainedModel) -> None:
     if packing_support(model.config).style == "padded":
         return
     mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
-    if not isinstance(model, tuple(mapping.get(type(model.config), ()) for mapping in mappings)):
+    known: Any = tuple(mapping.get(type(model.config), ()) for mapping in mappings)
+    if not isinstance(model, known):
         return
     wanted = {"": _register(model.config._attn_implementation)}
     for name in model.config.sub_configs:
