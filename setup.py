@@ -48,6 +48,7 @@ setup(
             "mypy>=2.4,<2.5",
             "import-linter>=2.10",
             "beartype>=0.22",
+            "trl>=1.16,<1.17",  # tools/bench.py reward measures against it
             "types-PyYAML",
             "types-psutil",
         ],

@@ -2,12 +2,14 @@
 
     scoring   features and rewards of groups, against padded rows through all layers
     policy    forward and backward with LoRA, against padded rows with full logits
+    reward    training step of a reward model, against TRL's RewardTrainer
     logprobs  the log-prob head alone, against full logits
     planner   time and balance of micro-batch plans over many ranks
     sync      seconds, bytes and memory of reading merged weights out of ZeRO-3 shards
     overlap   step time of the asynchronous run against the synchronous one, over an engine of a chosen speed
 
-Every benchmark runs its variants in turns and compares medians. Without --model a tiny random one is made.
+Every benchmark runs its variants in turns and compares medians. Without --model a tiny random one is made
+(reward: a medium one).
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a script: the repository's root is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-BENCHMARKS = ("scoring", "policy", "logprobs", "planner", "sync", "overlap")
-"""Modules of tools.benchmarks; each has add_arguments(parser) and run(model, options) -> Report | None (no report on this rank)."""
+BENCHMARKS = ("scoring", "policy", "reward", "logprobs", "planner", "sync", "overlap")
+"""Modules of tools.benchmarks; each has add_arguments(parser) and run(model, options) -> Report | None (no report on this rank), and may
+have default_model(folder, options) -> Path instead of the tiny one."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -47,8 +50,14 @@ def main(arguments: list[str] | None = None) -> None:
     from tools.random_model import make_random_model
 
     with tempfile.TemporaryDirectory() as folder:
-        model = options.model or make_random_model(Path(folder) / "tiny", seed=0)
-        report = modules[options.benchmark].run(model, options)
+        module = modules[options.benchmark]
+        if options.model is not None:
+            model = options.model
+        elif hasattr(module, "default_model"):
+            model = module.default_model(Path(folder) / "made", options)
+        else:
+            model = make_random_model(Path(folder) / "tiny", seed=0)
+        report = module.run(model, options)
     if report is not None:
         show(report, options.json)
 

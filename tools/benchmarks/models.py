@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from ebft_ds.config.sections import PeftSection
 from ebft_ds.engine.loading import lora_config
-from ebft_ds.engine.network import install_log_prob_head
+from ebft_ds.engine.network import install_log_prob_head, install_score_head
 from ebft_ds.packing.attention import install_packed_attention, packed_attention
 from ebft_ds.packing.packer import RowPacker
 
-CHUNK = 512
+CHUNK = 256
 """Positions per chunk of our log-prob head: the default of a run."""
 
 
@@ -33,6 +33,27 @@ def load_ours(model: Path, options: argparse.Namespace) -> PreTrainedModel:
     """The same with our head and with an attention that serves packed rows."""
     loaded = load_plain(model, options)
     install_log_prob_head(loaded, CHUNK)
+    install_packed_attention(loaded)
+    return loaded
+
+
+def load_plain_reward_model(model: Path, options: argparse.Namespace) -> PreTrainedModel:
+    """A sequence classifier with one label, all of it trained; a head that the checkpoint lacks is the same for every call."""
+    disable_progress_bar()
+    set_verbosity_error()  # of the new head
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        loaded: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
+            model, num_labels=1, dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
+        )
+    loaded.config.use_cache = False
+    return loaded.to(options.device)
+
+
+def load_our_reward_model(model: Path, options: argparse.Namespace) -> PreTrainedModel:
+    """The same with our head and with an attention that serves packed rows."""
+    loaded = load_plain_reward_model(model, options)
+    install_score_head(loaded)
     install_packed_attention(loaded)
     return loaded
 
