@@ -36,6 +36,8 @@ class AssistantTurn(msgspec.Struct, frozen=True):
     strips_right: bool
     rest: str = ""
     """What the template writes behind the end token; without an end token of its own, behind the answer."""
+    writes_end: bool = False
+    """Does the template write the end token itself?"""
 
     def wrap(self, answer: str, *, close: bool) -> str:
         """The text to encode for `answer`; the end token itself is appended as an id."""
@@ -112,27 +114,26 @@ def assistant_turn(tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Map
     before, found, tail = full.partition(SENTINEL)
     if not found:
         raise ModelError("The chat template leaves out the assistant's message. Set another chat_template.")
-    after, end_id, rest = _first_special(tokenizer, tail)
+    closing = _first_special(tokenizer, tail)
     return AssistantTurn(
         before=before[len(opening) :] if before.startswith(opening) else "",
-        after=after,
-        end_id=end_id,
+        after=tail[: closing[0]] if closing else "",
+        end_id=closing[2] if closing else eos_id(tokenizer),
         strips_left=(" \n" + SENTINEL) not in left,
         strips_right=(SENTINEL + " \n") not in right,
-        rest=rest,
+        rest=tail[closing[1] :] if closing else tail,
+        writes_end=closing is not None,
     )
 
 
-def _first_special(tokenizer: PreTrainedTokenizerBase, tail: str) -> tuple[str, int | None, str]:
-    """Text before the first special token in `tail`, its id, and the text behind it; without one: no text, EOS, and all of `tail`."""
+def _first_special(tokenizer: PreTrainedTokenizerBase, tail: str) -> tuple[int, int, int] | None:
+    """(start, end, id) of the first special token in `tail`, the longest one there; None if it has none."""
     best: tuple[int, int, int] | None = None
     for token_id, text in special_tokens(tokenizer).items():
         at = tail.find(text)
-        if at >= 0 and (best is None or (at, -len(text)) < best[:2]):
-            best = (at, -len(text), token_id)
-    if best is None:
-        return "", eos_id(tokenizer), tail
-    return tail[: best[0]], best[2], tail[best[0] - best[1] :]
+        if at >= 0 and (best is None or (at, -len(text)) < (best[0], best[0] - best[1])):
+            best = (at, at + len(text), token_id)
+    return best
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

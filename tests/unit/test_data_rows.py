@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ebft_ds.data.rows import BadRow, ValidRow, validate_row
 from ebft_ds.data.file_rows import UnreadableRow
+from ebft_ds.data.rows import BadRow, ValidRow, validate_row
 
 
 def validate(row: Any) -> ValidRow:

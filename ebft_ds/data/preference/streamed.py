@@ -1,0 +1,166 @@
+"""Rows read one after the other, shuffled block by block, from a position that can be resumed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ebft_ds.data.file_rows import iterate_file
+from ebft_ds.data.sources import (
+    DataSource,
+    RowTable,
+    check_hub_name,
+    choose_split,
+    folder_files,
+    is_json_array,
+    is_saved_dataset,
+    read_rows,
+)
+from ebft_ds.errors import DataError
+
+READ_FAILURES = (OSError, ValueError, RuntimeError, KeyError, TypeError, EOFError)
+"""What datasets, pyarrow and the network raise while rows arrive."""
+
+
+class RowStream(msgspec.Struct, frozen=True):
+    """A source that can be read from its beginning again and again."""
+
+    name: str
+    open: Callable[[int, int], Iterator[Any]]
+    """(epoch, rows to pass over) -> the rows behind those."""
+
+
+class StreamedRows:
+    """Training order over a stream: blocks of `buffer` consecutive rows, each shuffled by (seed, epoch, block). One block is in memory.
+
+    A position is a number of rows: resuming passes over the blocks before it and draws the same order in its own.
+    """
+
+    def __init__(self, stream: RowStream, *, seed: int, shuffle: bool, buffer: int) -> None:
+        """Reads no row."""
+        self._stream = stream
+        self._seed, self._shuffle, self._buffer = seed, shuffle, buffer
+        self._source: Iterator[Any] | None = None
+        self._block: list[tuple[int, Any]] = []
+        self._epoch = 0
+        self._offset = 0
+        """Rows of this epoch that were taken."""
+        self.rows: int | None = None
+        """Known after the first epoch."""
+        self.duplicates = 0
+
+    @property
+    def epoch(self) -> float:
+        """Whole epochs, and the part of the present one where the number of rows is known."""
+        return self._epoch + (self._offset / self.rows if self.rows else 0.0)
+
+    def where(self, number: int) -> str:
+        return f"row {number + 1} of {self._stream.name} (index {number})"
+
+    def take(self, count: int) -> list[tuple[int, Any]]:
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> tuple[int, Any]:
+        within = self._offset % self._buffer
+        if within == 0 or not self._block:
+            self._read_block(self._offset - within)
+        if within >= len(self._block):  # the epoch is over
+            if self._offset == 0:
+                raise DataError(f"{self._stream.name} has no rows.")
+            self.rows = self._offset
+            self._epoch, self._offset, self._source, self._block = self._epoch + 1, 0, None, []
+            return self._next()
+        self._offset += 1
+        return self._block[within]
+
+    def _read_block(self, start: int) -> None:
+        try:
+            if self._source is None:
+                self._source = self._stream.open(self._epoch, start)
+            rows = list(itertools.islice(self._source, self._buffer))
+        except READ_FAILURES as error:
+            raise DataError(f"{self._stream.name}: reading behind row {start} failed: {error}") from error
+        self._block = list(enumerate(rows, start=start))
+        if self._shuffle:
+            random.Random(f"stream order, seed {self._seed}, epoch {self._epoch}, row {start}").shuffle(self._block)
+
+    def identity(self) -> dict[str, Any]:
+        """What must not change between saving and resuming; the rows themselves are not looked at."""
+        return {"kind": "stream", "seed": self._seed, "shuffle": self._shuffle, "shuffle_buffer_size": self._buffer}
+
+    def progress(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "offset": self._offset, "rows": self.rows}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._epoch, self._offset, self.rows = int(state["epoch"]), int(state["offset"]), state["rows"]
+        self._source, self._block = None, []
+
+
+def open_stream(source: Any, *, split: str | None, config_name: str | None) -> RowStream:
+    """A stream over anything that `read_rows` opens, or over an `IterableDataset`. Raises `DataError` for what is not there."""
+    import datasets
+
+    if isinstance(source, datasets.IterableDatasetDict):
+        source = source[choose_split(list(source), split, "the dataset dictionary")]
+    if isinstance(source, datasets.IterableDataset):
+        return _dataset_stream(source, "the streamed dataset")
+    if isinstance(source, (str, Path)):
+        path = Path(source).expanduser()
+        if path.is_file() and not is_json_array(path):
+            return _file_stream([path], path.name)
+        if path.is_dir() and not is_saved_dataset(path):
+            return _file_stream(folder_files(path, split), str(path))
+        if not path.exists():
+            check_hub_name(str(source))
+            return _hub_stream(str(source), split, config_name)
+    return _table_stream(read_rows(source, split=split, config_name=config_name, lazy=True))
+
+
+def _hub_stream(name: str, split: str | None, config_name: str | None) -> RowStream:
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(name, config_name, split=split, streaming=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"Dataset {name!r}: there is no such file or folder ({Path(name).absolute()}), and the hub did not give it"
+            f" (configuration {config_name or 'default'}, split {split or 'any'}): {error}"
+        ) from error
+    if isinstance(loaded, datasets.IterableDatasetDict):
+        loaded = loaded[choose_split(list(loaded), split, name)]
+    return _dataset_stream(loaded, name)
+
+
+def _dataset_stream(dataset: Any, name: str) -> RowStream:
+    def opened(epoch: int, start: int) -> Iterator[Any]:
+        dataset.set_epoch(epoch)  # a dataset that shuffles itself does so anew in each epoch, and the same again after a resume
+        return iter(dataset.skip(start) if start else dataset)
+
+    return RowStream(name, opened)
+
+
+def _file_stream(paths: list[Path], name: str) -> RowStream:
+    def opened(epoch: int, start: int) -> Iterator[Any]:
+        rows = itertools.chain.from_iterable(map(iterate_file, paths))
+        return itertools.islice(rows, start, None)
+
+    return RowStream(name, opened)
+
+
+def _table_stream(table: RowTable) -> RowStream:
+    def opened(epoch: int, start: int) -> Iterator[Any]:
+        return map(table.row, range(start, len(table)))
+
+    return RowStream(table.name, opened)
+
+
+def is_stream(source: DataSource | Any) -> bool:
+    """Can the source be read only one row after the other?"""
+    import datasets
+
+    return isinstance(source, (datasets.IterableDataset, datasets.IterableDatasetDict))
