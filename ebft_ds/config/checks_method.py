@@ -54,9 +54,9 @@ def check_objective(config: RecipeConfig, around: Surroundings) -> Iterator[str]
     feature_weight = abs(method.ebft_alignment_coef) + method.ebft_diversity_coef
     if method.ebft_rl_coef == 0 and method.ebft_ce_coef == 0:
         yield "ebft_rl_coef and ebft_ce_coef are both 0: nothing is trained"
-    elif method.ebft_rl_coef > 0 and feature_weight == 0 and not (loss.reward_funcs or around.reward_functions):
+    elif method.ebft_rl_coef > 0 and feature_weight == 0 and not (loss.reward_models or loss.reward_funcs or around.reward_functions):
         yield (
-            "ebft_alignment_coef and ebft_diversity_coef are both 0 and there are no reward_funcs: every reward is 0. "
+            "ebft_alignment_coef and ebft_diversity_coef are both 0 and there are no reward_models or reward_funcs: every reward is 0. "
             "For references alone set ebft_rl_coef: 0"
         )
     if method.ebft_alignment_coef < 0:

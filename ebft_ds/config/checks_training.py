@@ -59,26 +59,34 @@ def check_iterations(config: RecipeConfig, around: Surroundings) -> Iterator[str
 
 def check_rewards(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
     """Further objectives."""
-    loss, further = config.loss, len(config.loss.reward_funcs) + around.reward_functions
-    count = 1 + further
+    loss, functions = config.loss, len(config.loss.reward_funcs) + around.reward_functions
+    further = len(loss.reward_models) + functions
     for name in loss.reward_funcs:
         if not OBJECT_NAME.match(name):
             yield f"reward_funcs: {name!r} is not of the form package.module:function"
     if loss.reward_weights is not None:
-        if len(loss.reward_weights) != count:
+        if len(loss.reward_weights) != 1 + further:
             yield (
-                f"reward_weights has {len(loss.reward_weights)} entries, {count} are needed: "
-                "feature matching first, then one per reward function"
+                f"reward_weights has {len(loss.reward_weights)} entries, {1 + further} are needed: "
+                "feature matching first, then one per reward model, then one per reward function"
             )
         elif not any(loss.reward_weights):
             yield "reward_weights are all 0: every advantage would be 0"
+    if loss.reward_model_token_budget and not loss.reward_models:
+        yield "reward_model_token_budget needs reward_models"
+    if functions and loss.reward_timeout >= config.engine.ddp_timeout:
+        yield (
+            f"reward_timeout {loss.reward_timeout:g} is not below ddp_timeout {config.engine.ddp_timeout:g}: the other ranks, which wait "
+            "for rank 0's reward functions, would give up first"
+        )
     if not further:
         return
+    what = " and ".join(name for name, given in (("reward_models", loss.reward_models), ("reward_funcs", functions)) if given)
     if loss.advantage_estimator not in ("ebft_rloo", "group"):
-        yield f"reward_funcs work with advantage_estimator ebft_rloo or group, not {loss.advantage_estimator}"
+        yield f"{what} work with advantage_estimator ebft_rloo or group, not {loss.advantage_estimator}"
     if loss.advantage_estimator == "ebft_rloo":
         if loss.scale_rewards != "none":
-            yield "reward_funcs with ebft_rloo add weighted advantages unscaled; set scale_rewards: none, or advantage_estimator: group"
+            yield f"{what} with ebft_rloo add weighted advantages unscaled; set scale_rewards: none, or advantage_estimator: group"
         if loss.multi_objective_aggregation != "sum_then_normalize":
             yield "multi_objective_aggregation: normalize_then_sum needs advantage_estimator: group"
 
@@ -153,7 +161,7 @@ def check_data(config: RecipeConfig, around: Surroundings) -> Iterator[str]:
         yield "eval_dataset and eval_holdout are both set; keep one of them"
     if data.eval_split and not data.eval_dataset:
         yield "eval_split needs eval_dataset"
-    if config.monitor.eval_steps and not (data.eval_dataset or data.eval_holdout):
+    if config.monitor.eval_steps and not (data.eval_dataset or data.eval_holdout or around.evaluation_given):
         yield "eval_steps needs held-out prompts: eval_dataset or eval_holdout"
     if data.prompt_field == data.ground_truth_field:
         yield f"prompt_field and ground_truth_field are both {data.prompt_field!r}"

@@ -84,6 +84,10 @@ class PromptDataset:
             reference_ids=self._references[at],
         )
 
+    def source_prompt(self, prompt_id: int) -> str | list[Message]:
+        """The prompt as it stands in row `prompt_id` of the source, checked: what another model's tokenizer encodes."""
+        return validate_row(self._table.row(prompt_id), prompt_field=self._fields[0], ground_truth_field=self._fields[1]).prompt
+
     def where(self, index: int) -> str:
         """Where the row stands in its source."""
         return self._table.where(self._prompt_ids[self._chosen[index]])

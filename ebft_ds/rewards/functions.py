@@ -8,12 +8,33 @@ from __future__ import annotations
 
 import importlib
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from ebft_ds.errors import ConfigError, DataError
 
 RewardFunction = Callable[..., Sequence[float | None]]
+
+
+class CompletionTexts(msgspec.Struct, frozen=True):
+    """What reward functions are given: N completions, those of one prompt together."""
+
+    prompts: list[str]
+    completions: list[str]
+    ground_truth: list[str]
+    completion_ids: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def part(self, start: int, end: int) -> CompletionTexts:
+        """Completions [start, end)."""
+        return CompletionTexts(
+            self.prompts[start:end], self.completions[start:end], self.ground_truth[start:end], self.completion_ids[start:end]
+        )
 
 
 def load_reward_function(spec: str) -> RewardFunction:
@@ -28,23 +49,42 @@ def load_reward_function(spec: str) -> RewardFunction:
     return function  # type: ignore[no-any-return]
 
 
-def call_reward_function(
-    name: str,
-    function: RewardFunction,
-    *,
-    prompts: list[str],
-    completions: list[str],
-    ground_truth: list[str],
-    completion_ids: list[list[int]],
-) -> list[float]:
+def function_name(function: RewardFunction | str) -> str:
+    """What it is called in messages and metrics."""
+    if isinstance(function, str):
+        return function.rpartition(":")[2]
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def pickled_function(function: RewardFunction) -> bytes:
+    """For another process. ConfigError if that process could not make the function of it again."""
+    name = function_name(function)
+    try:
+        content = pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # what pickle raises for lambdas, closures, open files
+        raise ConfigError(
+            f"reward function {name} cannot be sent to a worker process ({error}): define it at the top of a module, or set "
+            "reward_num_workers: 1, which calls function objects in the trainer's process"
+        ) from error
+    if b"__main__" in content:
+        raise ConfigError(
+            f"reward function {name} is defined in the script itself, which worker processes do not run: move it into a module, or set "
+            "reward_num_workers: 1, which calls function objects in the trainer's process"
+        )
+    return content
+
+
+def call_reward_function(name: str, function: RewardFunction, texts: CompletionTexts) -> list[float]:
     """N rewards, NaN where the function gave none. A function that raises, or returns something else, is a DataError naming it."""
     try:
-        values = function(prompts=prompts, completions=completions, ground_truth=ground_truth, completion_ids=completion_ids)
-    except Exception as error:  # user code may raise anything
+        values = function(
+            prompts=texts.prompts, completions=texts.completions, ground_truth=texts.ground_truth, completion_ids=texts.completion_ids
+        )
+        rewards = [math.nan if value is None else float(value) for value in values]
+    except Exception as error:
         raise DataError(f"reward function {name} raised {type(error).__name__}: {error}") from error
-    if len(values) != len(completions):
-        raise DataError(f"reward function {name} returned {len(values)} rewards for {len(completions)} completions")
-    rewards = [math.nan if value is None else float(value) for value in values]
+    if len(rewards) != len(texts):
+        raise DataError(f"reward function {name} returned {len(rewards)} rewards for {len(texts)} completions")
     if any(math.isinf(value) for value in rewards):
         raise DataError(f"reward function {name} returned an infinite reward")
     return rewards

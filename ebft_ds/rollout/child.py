@@ -10,18 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-_RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "CROSS_RANK",
-    "CROSS_SIZE",
-    "GROUP_RANK",
-    "NODE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+from ebft_ds.child_process import child_environment, exit_text
 
 
 class Child:
@@ -40,7 +29,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(threads),
+                env=child_environment(threads),
                 start_new_session=True,
             )
 
@@ -51,9 +40,7 @@ class Child:
     def exit_status(self) -> str | None:
         """How it ended, in words; None while it runs."""
         code = self._process.poll()
-        if code is None:
-            return None
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        return None if code is None else exit_text(code)
 
     def wait(self, timeout: float) -> bool:
         """True if it has ended within `timeout` seconds."""
@@ -84,14 +71,3 @@ class Child:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):  # the whole group has ended
             os.killpg(self._process.pid, number)
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """Rank 0's environment without its place in the job, and with its import path.
-
-    PYTHONSAFEPATH keeps the working directory from shadowing library modules; it comes last on the path, for a user's own rollout loop.
-    """
-    env = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES and not name.startswith("TORCHELASTIC_")}
-    root = str(Path(__file__).resolve().parents[2])
-    paths = dict.fromkeys([root, *(path for path in sys.path if path), os.getcwd()])
-    return env | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}

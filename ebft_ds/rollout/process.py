@@ -7,24 +7,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import logging
 import os
-import signal
 import socket
 import sys
 import traceback
 
-_PR_SET_PDEATHSIG = 1
-
-
-def tie_to_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent`'s thread ends; if it ended before the call, leave now."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        os._exit(0)
+from ebft_ds.child_process import leave_signals_to_parent, tie_to_parent
 
 
 def main() -> int:
@@ -34,9 +23,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
     arguments = parser.parse_args()
     tie_to_parent(arguments.parent)
-    # A stop is rank 0's to handle: it saves first, then stops us. DeepSpeed's launcher and Slurm signal every descendant.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()
     os.set_inheritable(arguments.fd, False)
     return serve(socket.socket(fileno=arguments.fd))
 

@@ -119,9 +119,10 @@ class AsyncEBFTTrainer:
             return self._export(parts, target)
 
     def close(self) -> None:
-        """Ends the rollout process and closes the logs; the interpreter's end does it too."""
+        """Ends the rollout process and reward functions' processes, and closes the logs; the interpreter's end does it too."""
         if self._parts is not None:
             parts, self._parts = self._parts, None
+            self._objectives.close()
             parts.close()
             if self._open_report is not None:  # not yet where a checkpoint could not be read
                 self._open_report.close()
@@ -138,7 +139,7 @@ class AsyncEBFTTrainer:
         prepared = prepare_run(self.args, self._inputs, check_ebft, record=record)
         self.args = prepared.config
         self._phases = Phases(self.args.loss, self.args.method)
-        self._objectives = FurtherObjectives(self.args.loss.reward_funcs, self._reward_functions, self.args)
+        self._objectives = FurtherObjectives(self.args, self._reward_functions)
         parts = build_parts(
             prepared.config,
             prepared.checked,
@@ -156,6 +157,7 @@ class AsyncEBFTTrainer:
 
     def _run(self, parts: RunParts) -> None:
         control = TrainerControl()
+        self._objectives.start(parts)
         for callback in self.callbacks:
             callback.on_train_begin(self.state, control)
         control.should_stop = bool(parts.collectives.max_int(int(control.should_stop)))
