@@ -20,6 +20,7 @@ if __package__ in (None, ""):  # started as a script: the repository's root is n
 import torch
 
 from tools import gpu_check_packed as packed
+from tools.gpu_check_reward import reward_model
 from tools.gpu_report import Skip, close, need
 from tools.random_model import make_random_model
 
@@ -241,6 +242,8 @@ def main() -> int:
         ("ZeRO-3 engine, float32", lambda model: zero_engine(model, "float32", False)),
         ("ZeRO-3 engine, bf16", lambda model: zero_engine(model, "bfloat16", False)),
         ("ZeRO-3 engine, bf16, CPU offload", lambda model: zero_engine(model, "bfloat16", True)),
+        ("reward model, float32", lambda model: reward_model(model, "float32")),
+        ("reward model, bf16", lambda model: reward_model(model, "bfloat16")),
         *((f"vLLM server, push by {kind}", _push_check(kind)) for kind in ("gloo", "disk", "ipc", "nccl")),
     ]
     failed = 0
