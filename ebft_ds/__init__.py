@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ebft_ds.config import AsyncEBFTConfig
+    from ebft_ds.config import AsyncEBFTConfig, RewardConfig
     from ebft_ds.features.layers import feature_layer_indices
     from ebft_ds.features.pooling import pool_hidden_states
     from ebft_ds.features.scorer import EBFTScorer
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ebft_ds.rewards.preference_loss import pairwise_loss
     from ebft_ds.rollout.loop import EBFTRolloutLoop
     from ebft_ds.trainers.async_ebft import AsyncEBFTTrainer
+    from ebft_ds.trainers.reward import RewardTrainer
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,8 @@ _HOMES = {
     "pairwise_loss": "ebft_ds.rewards.preference_loss",
     "AsyncEBFTConfig": "ebft_ds.config",
     "AsyncEBFTTrainer": "ebft_ds.trainers.async_ebft",
+    "RewardConfig": "ebft_ds.config",
+    "RewardTrainer": "ebft_ds.trainers.reward",
     "EBFTScorer": "ebft_ds.features.scorer",
     "EBFTRolloutLoop": "ebft_ds.rollout.loop",
 }
@@ -42,6 +45,8 @@ __all__ = [
     "AsyncEBFTTrainer",
     "EBFTRolloutLoop",
     "EBFTScorer",
+    "RewardConfig",
+    "RewardTrainer",
     "__version__",
     "aggregate_objectives",
     "feature_layer_indices",

@@ -21,14 +21,17 @@ EXIT_RECORD_VARIABLE = "EBFT_DS_EXIT_RECORDS"
 """Folder for one exit record a rank, set by `ebft-ds train`: the code survives even if the process is killed while it winds up."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one rank and return its exit code; one clear message on stderr for an error that was raised on purpose."""
+def main(argv: Sequence[str] | None = None, *, mode: str | None = None) -> int:
+    """Run one rank and return its exit code; one clear message on stderr for an error that was raised on purpose.
+
+    `mode`: see load_recipe.
+    """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # reward functions and rollout loops of the user; last, so that nothing there hides a library
     rank = int(os.environ.get("RANK", "0"))
     try:
         task, recipe, overrides = parse_arguments(sys.argv[1:] if argv is None else argv)
-        loaded = load_recipe(recipe, overrides)
+        loaded = load_recipe(recipe, overrides, mode=mode)
         check_world_size(loaded)
         from ebft_ds.trainers.run import run_task
 

@@ -42,8 +42,11 @@ def export_final(
     dtype: torch.dtype,
     merged: bool,
     generation_config: GenerationConfig | None,
+    write_beside: Callable[[Path], None] | None = None,
 ) -> Path:
     """Collective. Writes `target` on rank 0 and returns it. With an adapter and `merged` false, only the adapter is written.
+
+    `write_beside` writes further files into the folder that it is given, on rank 0.
 
     Raises:
         CheckpointError (rank 0), PeerError (the others): it could not be written; a former `target` is unharmed.
@@ -66,6 +69,8 @@ def export_final(
 
         def publish() -> None:
             tokenizer.save_pretrained(staging)
+            if write_beside is not None:
+                write_beside(staging)
             shutil.rmtree(target, ignore_errors=True)
             staging.rename(target)
 

@@ -13,6 +13,7 @@ from ebft_ds.cli.convert_config import convert_config
 from ebft_ds.cli.demo import demo
 from ebft_ds.cli.doctor import doctor
 from ebft_ds.cli.plan import plan
+from ebft_ds.cli.reward import reward
 from ebft_ds.cli.score import score
 from ebft_ds.cli.serve import serve
 from ebft_ds.cli.train import train
@@ -28,6 +29,7 @@ app = typer.Typer(
 
 app.command()(demo)
 app.command()(train)
+app.command()(reward)
 app.command()(serve)
 app.command()(score)
 app.command("eval")(tasks.evaluate)

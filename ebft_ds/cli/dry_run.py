@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+from typing import Protocol
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ebft_ds.cli.devices import plan_ranks
-from ebft_ds.config import LoadedRecipe
-from ebft_ds.config.derived import DerivedNumbers
+from ebft_ds.config import LoadedRecipe, RewardConfig
+
+
+class Numbers(Protocol):
+    """A mode's derived numbers."""
+
+    def table(self) -> list[tuple[str, str]]: ...
 
 
 def dry_run(loaded: LoadedRecipe) -> None:
@@ -23,14 +29,25 @@ def dry_run(loaded: LoadedRecipe) -> None:
     world_size = world_size_here(loaded, ranks.world_size)
     if loaded.config.run.master_port is not None:
         usable_port(loaded.config.run.master_port)
+    if isinstance(loaded.config, RewardConfig):
+        from ebft_ds.trainers.reward_dry_run import check_reward_data
+
+        derived, notes = check_reward_data(loaded.config, world_size=world_size, accelerators=ranks.accelerators)
+        show_notes(notes)
+        _show(derived)
+        return
     from ebft_ds.data.preflight import run_preflight
     from ebft_ds.sidecar.preflight import check_sidecar
 
     found = run_preflight(loaded.config, world_size=world_size, accelerators=ranks.accelerators)
     check_sidecar(loaded.config, os.environ, on_cpu=ranks.accelerators == 0, facts=found.facts)
     show_notes(found.notes)
+    _show(found.derived)
+
+
+def _show(derived: Numbers) -> None:
     console = Console()
-    console.print(numbers_table(found.derived))
+    console.print(numbers_table(derived))
     console.print("The recipe, the model files and the data are fine; nothing was started.")
 
 
@@ -43,7 +60,7 @@ def world_size_here(loaded: LoadedRecipe, own_ranks: int) -> int:
     return own_ranks
 
 
-def numbers_table(derived: DerivedNumbers) -> Table:
+def numbers_table(derived: Numbers) -> Table:
     """Derived numbers as a two-column table."""
     table = Table(title="Derived numbers", show_header=False)
     for label, value in derived.table():

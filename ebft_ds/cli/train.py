@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ebft_ds.cli.devices import plan_ranks
-from ebft_ds.config import LoadedRecipe, load_recipe
+from ebft_ds.config import LoadedRecipe, RewardConfig, load_recipe
 from ebft_ds.errors import ConfigError
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="YAML recipe.", show_default=False)]
@@ -19,13 +19,22 @@ OverridesArgument = Annotated[
 ]
 
 
+RANK_MODULES = {"async": "ebft_ds.train", "reward": "ebft_ds.reward"}
+"""Mode -> what its ranks run."""
+
+
 def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check recipe, model and data, print the derived numbers, and end.")] = False,
 ) -> None:
     """Train: starts one rank per GPU, or `num_processes` ranks, on this machine."""
-    loaded = load_recipe(recipe, overrides or [])
+    start_training(recipe, overrides or [], dry_run=dry_run)
+
+
+def start_training(recipe: str, overrides: list[str], *, dry_run: bool, mode: str | None = None) -> None:
+    """`ebft-ds train`, and (with the mode that its recipes must have) `ebft-ds reward`."""
+    loaded = load_recipe(recipe, overrides, mode=mode)
     show_notes(loaded.notes)
     if dry_run:
         from ebft_ds.cli.dry_run import dry_run as run_dry
@@ -35,8 +44,8 @@ def train(
     if under_launcher():
         from ebft_ds.train import main
 
-        raise typer.Exit(main([recipe, *(overrides or [])]))
-    raise typer.Exit(start_ranks(loaded, recipe, overrides or []))
+        raise typer.Exit(main([recipe, *overrides], mode=mode))
+    raise typer.Exit(start_ranks(loaded, recipe, overrides))
 
 
 def under_launcher() -> bool:
@@ -53,7 +62,7 @@ def start_ranks(loaded: LoadedRecipe, recipe: str, overrides: list[str], task: s
     output_dir = quick_check(loaded, ranks.world_size, ranks.accelerators)
     supervisor = RankSupervisor(
         # -P: a file called like a module in the working directory must not hide that module.
-        [sys.executable, "-P", "-m", "ebft_ds.train", f"--task={task}", recipe, *overrides],
+        [sys.executable, "-P", "-m", RANK_MODULES[config.MODE], f"--task={task}", recipe, *overrides],
         ranks.world_size,
         master_port=config.run.master_port,
         environment=rank_environment() | ranks.environment,
@@ -79,6 +88,7 @@ def quick_check(loaded: LoadedRecipe, world_size: int, accelerators: int) -> Pat
     from ebft_ds.config.checks import Surroundings, check_config, require_training_inputs
     from ebft_ds.config.deepspeed import build_deepspeed_config
     from ebft_ds.config.derived import derive
+    from ebft_ds.config.derived_reward import derive_reward
     from ebft_ds.config.preflight import check_dataset_paths, check_model_files, check_output_dir
     from ebft_ds.sidecar.preflight import check_sidecar
 
@@ -94,9 +104,12 @@ def quick_check(loaded: LoadedRecipe, world_size: int, accelerators: int) -> Pat
     check_sidecar(config, os.environ, on_cpu=accelerators == 0, facts=facts)
     check_dataset_paths(config)
     show_notes(report.notes)
-    derived = derive(config, world_size)
+    hidden_size = facts.hidden_size if facts else None
+    if isinstance(config, RewardConfig):
+        build_deepspeed_config(config, derive_reward(config, world_size), "actor", hidden_size)
+        return output_dir
     for kind in ("actor", "feature"):
-        build_deepspeed_config(config, derived, kind, facts.hidden_size if facts else None)
+        build_deepspeed_config(config, derive(config, world_size), kind, hidden_size)
     return output_dir
 
 

@@ -17,6 +17,8 @@ class Surroundings:
     model: ModelFacts | None = None
     reward_functions: int = 0
     """Further objectives given to the trainer as objects, beside those that the recipe names."""
+    evaluation_given: bool = False
+    """Held-out rows were given to the trainer as objects."""
 
 
 class Note(str):

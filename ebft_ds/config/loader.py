@@ -36,8 +36,10 @@ class LoadedRecipe:
     """What a user should know: aliases used, foreign fields that ask for nothing."""
 
 
-def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, mode: str | None = None) -> LoadedRecipe:
     """Read a recipe with its includes and lay the overrides over it.
+
+    `mode`: the only one that is wanted; a recipe that states none counts as one of it.
 
     `include: [base.yaml]` is relative to the including file; later files and the file itself win. Dataset and model paths are
     relative to the current directory. Errors: ConfigError that names file and line (or the override) of everything wrong.
@@ -46,7 +48,10 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     layer = _overrides_layer(overrides, layer).laid_over(layer)
     for note in layer.notes:
         logger.info(note)
-    kind = CONFIGS.get(str(layer.values.get("mode", AsyncEBFTConfig.MODE)), AsyncEBFTConfig)  # an unknown mode is refused by its field
+    stated = str(layer.values.get("mode", mode or AsyncEBFTConfig.MODE))
+    if mode is not None and stated != mode:
+        raise ConfigError(f"{layer.sources.get('mode', path)}: mode: {stated}, but this command trains recipes of mode: {mode}")
+    kind = CONFIGS.get(stated, AsyncEBFTConfig)  # an unknown mode is refused by its field
     config = kind.from_layer(layer)
     return LoadedRecipe(config, dict(layer.sources), files, list(overrides), list(dict.fromkeys(layer.notes)))
 

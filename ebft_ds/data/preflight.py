@@ -49,14 +49,14 @@ def run_preflight(
     require_training_inputs(config, data_given=train_source is not None)
     check_output_dir(config)
     facts = load_model_facts(config)
-    report = check_config(config, Surroundings(world_size, accelerators, facts, reward_functions))
+    report = check_config(config, Surroundings(world_size, accelerators, facts, reward_functions, eval_source is not None))
     report.raise_if_bad()
     tokenizer = load_checked_tokenizer(config, facts, tokenizer)
     data = load_train_and_eval(
         config.data, config.rollout, tokenizer, seed=config.run.seed, train_source=train_source, eval_source=eval_source
     )
     derived = derive(config, world_size, rows=len(data.train))
-    notes = _row_notes(config)
+    notes = row_notes(config)
     build_deepspeed_config(config, derived, "actor", facts.hidden_size or None)
     if not config.peft.use_peft or config.model.feature_model_name_or_path:
         build_deepspeed_config(config, derived, "feature", facts.hidden_size or None)
@@ -110,7 +110,7 @@ def load_tokenizer(name: str, revision: str | None, trust_remote_code: bool) -> 
     return tokenizer
 
 
-def _row_notes(config: RecipeConfig) -> list[str]:
+def row_notes(config: RecipeConfig) -> list[str]:
     """How rows will be laid out. Errors: ConfigError for a `packing` that the model does not support."""
     from transformers import AutoConfig
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ebft_ds.monitor.summary import EvalResult
+from ebft_ds.rewards.preference_results import PreferenceResults
 from ebft_ds.types import RolloutGroup, ScoredGroup
 
 
@@ -49,8 +50,8 @@ class TrainerCallback:
     def on_step_end(self, state: TrainerState, control: TrainerControl, metrics: dict[str, float | None]) -> None:
         """After the optimizer step and the merge check, before logging: entries added under `custom/` are written too."""
 
-    def on_evaluate(self, state: TrainerState, result: EvalResult) -> None:
-        """An evaluation on held-out prompts is done."""
+    def on_evaluate(self, state: TrainerState, result: EvalResult | dict[str, PreferenceResults]) -> None:
+        """An evaluation on held-out prompts is done; of a reward model: results by the name of the set ("" for a single one)."""
 
     def on_save(self, state: TrainerState, checkpoint: Path) -> None:
         """A checkpoint is complete."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ebft_ds.engine.network import decoder_layers
+from ebft_ds.engine.network import LanguageNetwork, decoder_layers
 from ebft_ds.engine.sizes import expert_share, used_parameters
 from ebft_ds.monitor.throughput import ModelSizes
 from ebft_ds.sync.source import full_numel
@@ -26,4 +26,19 @@ def model_sizes(engines: Engines) -> ModelSizes:
         head=sum(full_numel(p) for p in trained_head or head),
         trained_head=sum(full_numel(p) for p in trained_head),
         feature_blocks=used_parameters(frozen, expert_share(features.base_model.config)),
+    )
+
+
+def reward_model_sizes(network: LanguageNetwork) -> ModelSizes:
+    """Of a reward model: its head is a vector, and it has no second network."""
+    table = {id(p) for p in network.base_model.get_input_embeddings().parameters()}
+    blocks = [(name, p) for name, p in network.named_parameters() if id(p) not in table and ".score." not in name]
+    head = [p for name, p in network.named_parameters() if ".score." in name and p.requires_grad]
+    share, size = expert_share(network.base_model.config), sum(full_numel(p) for p in head)
+    return ModelSizes(
+        blocks=used_parameters(blocks, share),
+        trained_blocks=used_parameters([(name, p) for name, p in blocks if p.requires_grad], share),
+        head=size,
+        trained_head=size,
+        feature_blocks=0,
     )

@@ -16,13 +16,13 @@ from ebft_ds.collectives import Collectives
 from ebft_ds.config.sections import LossSection, RolloutSection, RunSection
 from ebft_ds.engine.build import ZeroEngine
 from ebft_ds.engine.network import LogProbWork
-from ebft_ds.errors import NumericsError, PeerError
 from ebft_ds.monitor.metrics import MetricsAccumulator
 from ebft_ds.packing.packer import RowPacker
 from ebft_ds.packing.plan import Plan
 from ebft_ds.policy.batch import MicroBatch, PolicyPacker, TrainSequence, completion_sequences, reference_sequence
 from ebft_ds.policy.denominators import LossDenominators
 from ebft_ds.policy.importance import sequence_importance
+from ebft_ds.trainers.finite_loss import agree_finite
 from ebft_ds.trainers.policy_losses import MicroLogProbs, StepSizes, micro_batch_loss
 from ebft_ds.trainers.step_work import log_work
 from ebft_ds.types import Prompt, RolloutGroup
@@ -169,16 +169,9 @@ class PolicyStep:
 
     def _agree_finite(self, step: int, number: int, loss: Tensor, sequences: Sequence[TrainSequence]) -> None:
         """Raises on every rank if any rank's loss is not finite, before a rank starts the collective backward."""
-        finite = bool(torch.isfinite(loss))
-        broken = self._collectives.max_int(0 if finite else self._collectives.rank + 1)
-        if not finite:
-            raise NumericsError(
-                f"step {step}, rank {self._collectives.rank}, micro-batch {number}: the loss is {float(loss.detach())} (sequence lengths "
-                f"{[s.length for s in sequences]}, advantages {[round(s.advantage, 4) for s in sequences]}). Nothing of this step was "
-                "applied and earlier checkpoints are unharmed. Lower the learning rate, or look at this step's prompts"
-            )
-        if broken:
-            raise PeerError(f"step {step}: the loss of rank {broken - 1} is not finite; its message has the details")
+        lengths, advantages = [s.length for s in sequences], [round(s.advantage, 4) for s in sequences]
+        where = f"step {step}, rank {self._collectives.rank}, micro-batch {number}"
+        agree_finite(loss, self._collectives, where, f"sequence lengths {lengths}, advantages {advantages}")
 
 
 def _work(batch: MicroBatch) -> LogProbWork:

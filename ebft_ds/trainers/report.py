@@ -5,30 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import msgspec
-import torch
 from torch import Tensor
 
 from ebft_ds.config import RecipeConfig
-from ebft_ds.config.resolved import resolved_text
-from ebft_ds.engine.build import accelerator_count
 from ebft_ds.features.scorer import Scores
-from ebft_ds.monitor.memory import PeakMemory, take_cuda_peak
-from ebft_ds.monitor.metrics import Metric, MetricsAccumulator, reduce_over_ranks
-from ebft_ds.monitor.progress import ProgressReporter
+from ebft_ds.monitor.metrics import Metric, MetricsAccumulator
 from ebft_ds.monitor.samples import SampleLog, SampleRow, render_table
 from ebft_ds.monitor.summary import EvalResult, render_before_after
-from ebft_ds.monitor.throughput import model_flops_utilisation
-from ebft_ds.monitor.timing import StepTimer
-from ebft_ds.monitor.writer import MetricsWriter
 from ebft_ds.sync.push import SyncReport
 from ebft_ds.trainers.assembly import RunParts
 from ebft_ds.trainers.callbacks import TrainerCallback, TrainerControl, TrainerState
 from ebft_ds.trainers.model_sizes import model_sizes
-from ebft_ds.trainers.step_work import StepWork
+from ebft_ds.trainers.run_output import RunOutput
 from ebft_ds.types import RolloutGroup, ScoredGroup
 
 
@@ -36,34 +26,20 @@ class RunReport:
     """Rank 0 writes; every rank takes part in the one reduction a step."""
 
     def __init__(self, config: RecipeConfig, parts: RunParts, state: TrainerState, *, recording: bool = True) -> None:
-        assert config.run.output_dir is not None
         self._config = config
+        self._parts = parts
+        self._output = RunOutput(config, parts.collectives, state, model_sizes(parts.engines), recording=recording)
         self.recording = recording
         """False: shown on the terminal only (`ebft-ds eval`)."""
-        self._parts = parts
-        self._output_dir = Path(config.run.output_dir)
-        cuda = accelerator_count() > 0
-        self.timer = StepTimer(synchronize=torch.cuda.synchronize if cuda else None)
+        self.timer = self._output.timer
         self.before: EvalResult | None = None
-        self._memory = PeakMemory(take_cuda_peak if cuda else None)
         stats = parts.desk.stats()
         self._dropped_before = stats.dropped if stats is not None else 0
-        self._step_seconds = 0.0
-        self._device_name = torch.cuda.get_device_name() if cuda else None
-        self._sizes = model_sizes(parts.engines)
-        self._writer: MetricsWriter | None = None
-        self._progress: ProgressReporter | None = None
-        self._samples: SampleLog | None = None
-        if parts.collectives.is_main:
-            self._progress = ProgressReporter(state.total_steps, state.step)
         self._samples_shown = -1
         """Which multiple of `log_samples_steps` the last table stood for."""
-        self._unwritten: dict[str, float | None] = {}
+        self._samples: SampleLog | None = None
         if parts.collectives.is_main and recording:
-            tensorboard = "tensorboard" in config.monitor.report_to
-            self._writer = MetricsWriter(self._output_dir, tensorboard=tensorboard, start_step=state.step)
-            self._writer.write_text("config", resolved_text(config), state.step)
-            self._samples = SampleLog(self._output_dir / "samples.jsonl", start_step=state.step)
+            self._samples = SampleLog(self._output.output_dir / "samples.jsonl", start_step=state.step)
 
     def restore_before(self, values: Mapping[str, Any] | None) -> None:
         """The evaluation before the run, from a checkpoint."""
@@ -106,16 +82,7 @@ class RunReport:
         control: TrainerControl,
     ) -> None:
         """Reduces the step's metrics once over ranks, lets callbacks see them, and writes them."""
-        times = self.timer.take()
-        metrics.max("memory/peak_gb", self._memory.take_gb())
-        gather = self._parts.collectives.all_gather
-        reduced: dict[str, float | None] = dict(
-            reduce_over_ranks(metrics.take(), lambda local: [_as_metrics(share) for share in gather(_as_builtins(local))])
-        )
-        work = StepWork.take(reduced)
-        reduced |= times
-        reduced["perf/tokens_per_s"] = work.trained / times["time/step"]
-        reduced["perf/mfu"] = self._mfu(work, times["time/step"])
+        reduced = self._output.reduce(metrics)
         reduced |= {
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
@@ -127,14 +94,7 @@ class RunReport:
             reduced |= self._rollout_side(sync)
         for callback in callbacks:
             callback.on_step_end(state, control, reduced)
-        if self._writer is None or self._progress is None:
-            return
-        # With num_iterations some values come at the steps of new groups only, which need not be the logged ones.
-        self._unwritten |= reduced
-        if state.step % self._config.monitor.logging_steps == 0:
-            self._writer.write(state.step, self._unwritten)
-            self._progress.update(state.step, self._unwritten)
-            self._unwritten = {}
+        self._output.write_step(state.step, reduced)
 
     def _rollout_side(self, sync: SyncReport) -> dict[str, float | None]:
         """Rank 0's counters."""
@@ -150,45 +110,35 @@ class RunReport:
             self._dropped_before = stats.dropped
         return {name: value for name, value in values.items() if value is not None}
 
-    def _mfu(self, work: StepWork, seconds: float) -> float | None:
-        flops = self._sizes.step_flops(tokens=work.computed, head_positions=work.head, feature_tokens=work.features)
-        return model_flops_utilisation(flops, seconds, devices=self._parts.collectives.world_size, device_name=self._device_name)
-
     def evaluation(self, state: TrainerState, result: EvalResult, groups: Sequence[RolloutGroup]) -> None:
         """Writes `eval/*` and shows the numbers."""
-        if self._progress is None:
-            return
-        if self._writer is not None:
-            self._writer.write(state.step, result.to_metrics())
-        self._progress.note(f"evaluation at step {state.step}")
-        self._progress.note(render_before_after(self.before, result))
+        if self._output.writer is not None:
+            self._output.writer.write(state.step, result.to_metrics())
+        self._output.note(f"evaluation at step {state.step}")
+        self._output.note(render_before_after(self.before, result))
 
     def summary(self, state: TrainerState, after: EvalResult | None) -> None:
         """The last words: where things are."""
-        if self._progress is None:
+        output, folder = self._output, self._output.output_dir
+        if output.progress is None:
             return
-        self._progress.close()
-        if after is not None and self.before is not None and (self._output_dir / "final").exists():
-            self._progress.note(f"before and after {state.step} steps: see the table above")
-        self._progress.note(
-            f"done: {state.step} steps. {self._where_the_model_is()} "
-            f"Curves: tensorboard --logdir {self._output_dir / 'tb'}. Completions: ebft-ds samples {self._output_dir}"
+        output.progress.close()
+        if after is not None and self.before is not None and (folder / "final").exists():
+            output.note(f"before and after {state.step} steps: see the table above")
+        output.note(
+            f"done: {state.step} steps. {output.where_the_model_is()} "
+            f"Curves: tensorboard --logdir {folder / 'tb'}. Completions: ebft-ds samples {folder}"
         )
-
-    def _where_the_model_is(self) -> str:
-        if self._config.checkpoint.export_final:
-            return f"Model: {self._output_dir / 'final'}."
-        return f"No model was exported (export_final: false); `ebft-ds export` makes one of {self._output_dir / 'checkpoints'}."
 
     def close(self) -> None:
         """Flushes and closes the sinks."""
-        for sink in (self._progress, self._writer, self._samples):
-            if sink is not None:
-                sink.close()
+        self._output.close()
+        if self._samples is not None:
+            self._samples.close()
 
     def _show_samples(self, step: int, groups: Sequence[RolloutGroup], scores: Scores, advantages: Tensor, title: str) -> None:
         """All of the step's completions go to samples.jsonl; a few, best and worst first, into a table."""
-        if self._samples is None or self._progress is None:
+        if self._samples is None:
             return
         decode = self._parts.tokenizer.decode
         rows = [
@@ -214,7 +164,7 @@ class RunReport:
         spread = sorted(rows, key=lambda row: -(row.reward or 0.0))
         count = self._config.monitor.log_samples
         shown = spread if len(spread) <= count else [spread[round(i * (len(spread) - 1) / max(count - 1, 1))] for i in range(count)]
-        self._progress.note(render_table(shown, title=f"step {step}: {title}"))
+        self._output.note(render_table(shown, title=f"step {step}: {title}"))
 
 
 def _scored(groups: Sequence[RolloutGroup], scores: Scores) -> list[ScoredGroup]:
@@ -231,12 +181,3 @@ def _scored(groups: Sequence[RolloutGroup], scores: Scores) -> list[ScoredGroup]
         )
         for g, group in enumerate(groups)
     ]
-
-
-def _as_builtins(metrics: Mapping[str, Metric]) -> dict[str, Any]:
-    built: dict[str, Any] = {key: [m.kind, m.value, m.weight] for key, m in metrics.items()}
-    return built
-
-
-def _as_metrics(share: Mapping[str, Any]) -> dict[str, Metric]:
-    return {key: Metric(*msgspec.convert(value, tuple[str, float, float])) for key, value in share.items()}  # type: ignore[arg-type]

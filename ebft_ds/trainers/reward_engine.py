@@ -14,6 +14,7 @@ from ebft_ds.config.deepspeed import build_deepspeed_config
 from ebft_ds.config.derived_reward import RewardNumbers
 from ebft_ds.config.sections import PeftSection
 from ebft_ds.engine.build import ZeroEngine
+from ebft_ds.engine.compiled import compile_blocks
 from ebft_ds.engine.loading import load_reward_model
 from ebft_ds.packing.packer import RowPacker
 from ebft_ds.trainers.engines import row_packer
@@ -40,6 +41,8 @@ def build_reward_engine(
     deepspeed_config = build_deepspeed_config(config, derived, "actor", hidden_size)
     adapter = with_trained_head(peft_config) if peft_config is not None else None
     network = load_reward_model(config.model, config.peft, deepspeed_config, seed=config.run.seed, peft_config=adapter)
+    if config.reward.torch_compile:
+        compile_blocks(network)
     steps = derived.steps or config.run.max_steps
     engine = trained_engine(network, deepspeed_config, optim=config.optim, loss=config.loss, steps=steps, optimizer=optimizer)
     return RewardEngine(engine, row_packer(config, network, engine.device, "reward model"))

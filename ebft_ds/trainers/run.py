@@ -6,13 +6,15 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from ebft_ds.config import AsyncEBFTConfig, LoadedRecipe
+from ebft_ds.config import AsyncEBFTConfig, LoadedRecipe, RecipeConfig, RewardConfig
 from ebft_ds.config.checks import require_training_inputs
 from ebft_ds.errors import DataError
 from ebft_ds.trainers.async_ebft import AsyncEBFTTrainer
+from ebft_ds.trainers.reward import RewardTrainer
 
 
 def run_task(loaded: LoadedRecipe, task: str) -> int:
@@ -21,8 +23,7 @@ def run_task(loaded: LoadedRecipe, task: str) -> int:
     require_training_inputs(config)
     assert config.model.model_name_or_path is not None
     assert config.run.output_dir is not None
-    assert isinstance(config, AsyncEBFTConfig)
-    trainer = AsyncEBFTTrainer(config.model.model_name_or_path, config)
+    trainer = _trainer(config, config.model.model_name_or_path)
     try:
         if task == "eval":
             _evaluate(trainer)
@@ -38,11 +39,26 @@ def run_task(loaded: LoadedRecipe, task: str) -> int:
     return 0
 
 
-def _evaluate(trainer: AsyncEBFTTrainer) -> None:
+def _trainer(config: RecipeConfig, model: str) -> AsyncEBFTTrainer | RewardTrainer:
+    """The one of the recipe's mode."""
+    if isinstance(config, RewardConfig):
+        return RewardTrainer(model, config)
+    assert isinstance(config, AsyncEBFTConfig)
+    return AsyncEBFTTrainer(model, config)
+
+
+def _evaluate(trainer: AsyncEBFTTrainer | RewardTrainer) -> None:
     """The table goes to stderr, the numbers as one JSON object to stdout (rank 0)."""
-    result = trainer.evaluate(record=False)
-    if result is None:
-        raise DataError("there are no held-out prompts: set eval_dataset or eval_holdout")
+    numbers: dict[str, Any] | None = None
+    if isinstance(trainer, RewardTrainer):
+        found = trainer.evaluate(record=False)
+        values = {key: value for name, one in found.items() for key, value in one.to_metrics(f"{name}/" if name else "").items()}
+        numbers = values or None
+    else:
+        result = trainer.evaluate(record=False)
+        numbers = None if result is None else dataclasses.asdict(result)
+    if numbers is None:
+        raise DataError("there is nothing held out: set eval_dataset or eval_holdout")
     if dist.get_rank() == 0:
-        values = {key: None if isinstance(v, float) and math.isnan(v) else v for key, v in dataclasses.asdict(result).items()}
-        print(json.dumps({"step": trainer.state.step} | values), flush=True)
+        plain = {key: None if isinstance(v, float) and math.isnan(v) else v for key, v in numbers.items()}
+        print(json.dumps({"step": trainer.state.step} | plain), flush=True)

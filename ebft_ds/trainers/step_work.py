@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ebft_ds.features.scores import Scores
 from ebft_ds.monitor.metrics import Metric, MetricsAccumulator
+from ebft_ds.packing.rows import TokenRows
 from ebft_ds.policy.batch import MicroBatch
 
 _TRAINED, _COMPUTED, _HEAD, _FEATURES = "work/trained", "work/computed", "work/head", "work/features"
@@ -32,11 +33,15 @@ class StepWork:
 
 def log_work(batch: MicroBatch, metrics: MetricsAccumulator) -> None:
     """One policy forward and backward."""
-    real, laid_out = batch.rows.real_tokens, batch.rows.input_ids.numel()
-    _log_layout(metrics, real, laid_out, batch.unshared_tokens)
-    metrics.sum(_TRAINED, batch.unshared_tokens)
-    metrics.sum(_COMPUTED, real)
-    metrics.sum(_HEAD, batch.targets.numel())
+    log_rows_work(batch.rows, batch.unshared_tokens, batch.targets.numel(), metrics)
+
+
+def log_rows_work(rows: TokenRows, unshared_tokens: int, head_positions: int, metrics: MetricsAccumulator) -> None:
+    """A forward and backward of some rows, `head_positions` of which reached the head."""
+    _log_layout(metrics, rows.real_tokens, rows.input_ids.numel(), unshared_tokens)
+    metrics.sum(_TRAINED, unshared_tokens)
+    metrics.sum(_COMPUTED, rows.real_tokens)
+    metrics.sum(_HEAD, head_positions)
 
 
 def log_scoring_work(scores: Scores, metrics: MetricsAccumulator) -> None:
