@@ -67,7 +67,7 @@ def read_reward_source(model: str, config: RecipeConfig) -> RewardModelSource:
         ConfigError: a token budget that the model's longest input does not fit into.
     """
     read_model_facts(model)
-    encoding = RewardEncoding.load(_folder(model))
+    encoding = RewardEncoding.load(encoding_folder(model))
     budget = config.loss.reward_model_token_budget or config.method.scoring_token_budget
     if budget < encoding.max_length:
         raise ConfigError(
@@ -78,8 +78,8 @@ def read_reward_source(model: str, config: RecipeConfig) -> RewardModelSource:
     return RewardModelSource(model, tokenizer, encoding, budget)
 
 
-def _folder(model: str) -> Path:
-    """Where its reward_encoding.json lies."""
+def encoding_folder(model: str) -> Path:
+    """Where a model's reward_encoding.json lies."""
     if Path(model).is_dir():
         return Path(model)
     found = cached_file(model, ENCODING_FILE, _raise_exceptions_for_missing_entries=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -19,12 +19,16 @@ from ebft_ds.errors import ConfigError, NumericsError, Preempted
 from ebft_ds.monitor.logging_setup import setup_logging
 from ebft_ds.trainers.inputs import agree
 from ebft_ds.trainers.reward_engine import RewardEngine, load_frozen_reward_engine
+from ebft_ds.trainers.reward_evaluation import RewardScale
+from ebft_ds.trainers.reward_objective import encoding_folder
 from ebft_ds.trainers.score_file import FileScores, OpenFiles, open_files
 from ebft_ds.trainers.score_front import ScoreFront
 from ebft_ds.trainers.score_job import ScoreJob, ScoreServer, server_key
 from ebft_ds.trainers.score_rounds import ScoreRounds
-from ebft_ds.trainers.score_rows import ScoreEncoder, ScoreScale
+from ebft_ds.trainers.score_rows import ScoreEncoder, measured_scale
 from ebft_ds.trainers.stop_signal import StopSignal
+
+logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.25
 """Between two signs of life of an idle server's rank 0."""
@@ -42,7 +46,7 @@ def run_score_job(job: ScoreJob) -> None:
         collectives = init_distributed(config.engine.ddp_timeout)
         setup_logging(collectives.rank, collectives.world_size, config.monitor.log_level, None)
         encoding = load_encoding(job)
-        scale = ScoreScale.of(encoding) if job.normalize else None
+        scale = wanted_scale(job, encoding)
         if job.token_budget < encoding.max_length:
             raise ConfigError(f"--token-budget {job.token_budget} is below the model's max_length of {encoding.max_length} tokens")
         files = agree(collectives, lambda: _rank_zero_files(job, encoding, collectives))
@@ -64,10 +68,18 @@ def run_score_job(job: ScoreJob) -> None:
 def load_encoding(job: ScoreJob) -> RewardEncoding:
     """How the model's rows are encoded. Errors: ConfigError for a --max-length that contradicts the model, ModelError without either."""
     if job.max_length is None:
-        return RewardEncoding.load(job.model)
-    if (Path(job.model) / ENCODING_FILE).is_file():
+        return RewardEncoding.load(encoding_folder(job.model))
+    if (encoding_folder(job.model) / ENCODING_FILE).is_file():
         raise ConfigError(f"--max-length: {job.model} brings its own encoding ({ENCODING_FILE}); leave the option out")
     return RewardEncoding(max_length=job.max_length)
+
+
+def wanted_scale(job: ScoreJob, encoding: RewardEncoding) -> RewardScale | None:
+    """The scale of normalised scores, where the command or the model asks for them. Errors: as measured_scale, if the command does."""
+    if encoding.normalize and encoding.mean is None and not job.normalize:
+        logger.warning("the model was trained with normalize_rewards, but its rewards were never measured: scores are raw only")
+        return None
+    return measured_scale(encoding) if job.normalize or encoding.normalize else None
 
 
 def _rank_zero_files(job: ScoreJob, encoding: RewardEncoding, collectives: Collectives) -> OpenFiles | None:
@@ -90,7 +102,7 @@ def _encoder(job: ScoreJob, encoding: RewardEncoding, reward: RewardEngine) -> S
 
 
 def _lead(
-    job: ScoreJob, rounds: ScoreRounds, encoder: ScoreEncoder, scale: ScoreScale | None, files: OpenFiles | None, collectives: Collectives
+    job: ScoreJob, rounds: ScoreRounds, encoder: ScoreEncoder, scale: RewardScale | None, files: OpenFiles | None, collectives: Collectives
 ) -> None:
     """Rank 0's part; whatever ends it, the other ranks are told."""
     try:

@@ -11,11 +11,12 @@ from typing import Any
 from ebft_ds.data.preference import RewardEncoding
 from ebft_ds.data.rows import BadRow
 from ebft_ds.errors import DataError, NumericsError, Preempted
+from ebft_ds.trainers.reward_evaluation import RewardScale
 from ebft_ds.trainers.score_job import ScoreFile, ScoreJob
 from ebft_ds.trainers.score_output import ScoredBy, ScoreOutput, input_identity, model_identity
 from ebft_ds.trainers.score_progress import ScoreProgress
 from ebft_ds.trainers.score_rounds import GroupIds, ScoreRounds
-from ebft_ds.trainers.score_rows import ScoreEncoder, ScoreScale
+from ebft_ds.trainers.score_rows import ScoreEncoder
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class _Line:
 class FileScores:
     """The scoring of one file on rank 0."""
 
-    def __init__(self, files: OpenFiles, encoder: ScoreEncoder, rounds: ScoreRounds, scale: ScoreScale | None, *, batch: int) -> None:
+    def __init__(self, files: OpenFiles, encoder: ScoreEncoder, rounds: ScoreRounds, scale: RewardScale | None, *, batch: int) -> None:
         """`scale`: lines have normalised scores beside the raw ones. `batch`: lines between two writes."""
         self._files, self._encoder, self._rounds = files, encoder, rounds
         self._scale, self._batch = scale, batch
@@ -88,7 +89,10 @@ class FileScores:
         if line.problem is not None:
             return {"line": line.number, "error": line.problem}
         scores = [score for _ in line.groups for score in next(rewards)]
-        return {"line": line.number, "scores": scores} | ({"normalized": self._scale(scores)} if self._scale is not None else {})
+        answer = {"line": line.number, "scores": scores}
+        if self._scale is not None:
+            answer["normalized"] = [self._scale.normalized(score) for score in scores]
+        return answer
 
     def _batches(self) -> Iterator[list[_Line]]:
         """Lines that are not blank and not done yet, some at a time."""

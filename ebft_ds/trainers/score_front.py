@@ -15,10 +15,10 @@ from aiohttp import web
 
 from ebft_ds.data.rows import BadRow
 from ebft_ds.errors import ConfigError, EbftError
+from ebft_ds.trainers.reward_evaluation import RewardScale
 from ebft_ds.trainers.score_job import ScoreServer
 from ebft_ds.trainers.score_request import BadRequest, RowsRequest, read_request
 from ebft_ds.trainers.score_rounds import GroupIds
-from ebft_ds.trainers.score_rows import ScoreScale
 
 Encode = Callable[[Any], list[GroupIds]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -39,7 +39,7 @@ class Work:
 class ScoreFront:
     """One thread takes work from it; requests are read and encoded in other ones."""
 
-    def __init__(self, encode: Encode, server: ScoreServer, key: str | None, scale: ScoreScale | None, facts: dict[str, Any]) -> None:
+    def __init__(self, encode: Encode, server: ScoreServer, key: str | None, scale: RewardScale | None, facts: dict[str, Any]) -> None:
         """Listens when this returns. Errors: ConfigError for an address that cannot be had.
 
         Args:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ebft_ds.trainers.score_rows import ScoreScale
+from ebft_ds.trainers.reward_evaluation import RewardScale
 
 
 class BadRequest(Exception):
@@ -24,11 +24,11 @@ class RowsRequest(msgspec.Struct, frozen=True):
     flat: bool
     """They came as `inputs`, which hold one response each: the answer has a number for each, not a list."""
 
-    def answer(self, scores: list[list[float]], scale: ScoreScale | None) -> dict[str, Any]:
+    def answer(self, scores: list[list[float]], scale: RewardScale | None) -> dict[str, Any]:
         """`scores`: of every row's responses, in their order."""
         found: dict[str, Any] = {"scores": self._shaped(scores)}
         if scale is not None:
-            found["normalized"] = self._shaped([scale(row) for row in scores])
+            found["normalized"] = self._shaped([[scale.normalized(score) for score in row] for row in scores])
         return found
 
     def _shaped(self, values: list[list[float]]) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,6 +11,7 @@ from ebft_ds.data.preference import PreferenceFields, PreferenceRow, RewardEncod
 from ebft_ds.data.rows import BadRow
 from ebft_ds.errors import DataError, ModelError
 from ebft_ds.packing.rows import RowStyle
+from ebft_ds.trainers.reward_evaluation import RewardScale
 from ebft_ds.trainers.score_rounds import GroupIds
 
 if TYPE_CHECKING:
@@ -79,18 +80,8 @@ class ScoreEncoder:
         return [GroupIds(ids[:-1], [ids[-1:]]) for ids in encoded.group]
 
 
-class ScoreScale(msgspec.Struct, frozen=True):
-    """Rewards in standard deviations from the mean of the held-out rows that the model was evaluated on."""
-
-    mean: float
-    std: float
-
-    @classmethod
-    def of(cls, encoding: RewardEncoding) -> ScoreScale:
-        """Errors: ModelError if the model brings no usable mean and standard deviation."""
-        if encoding.mean is None or not encoding.std:
-            raise ModelError("--normalize: the model's reward_encoding.json has no mean and std of rewards; train it with held-out rows")
-        return cls(encoding.mean, encoding.std)
-
-    def __call__(self, scores: Sequence[float]) -> list[float]:
-        return [(score - self.mean) / self.std for score in scores]
+def measured_scale(encoding: RewardEncoding) -> RewardScale:
+    """Of the held-out rows that the model was evaluated on. Errors: ModelError if the model brings none that is usable."""
+    if encoding.mean is None or encoding.std is None or not (scale := RewardScale(encoding.mean, encoding.std)).usable:
+        raise ModelError("--normalize: the model's reward_encoding.json has no mean and std of rewards; train it with held-out rows")
+    return scale

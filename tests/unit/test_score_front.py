@@ -15,10 +15,10 @@ import pytest
 
 from ebft_ds.data.rows import BadRow
 from ebft_ds.errors import ConfigError, NumericsError
+from ebft_ds.trainers.reward_evaluation import RewardScale
 from ebft_ds.trainers.score_front import ScoreFront
 from ebft_ds.trainers.score_job import ScoreServer, server_key
 from ebft_ds.trainers.score_rounds import GroupIds
-from ebft_ds.trainers.score_rows import ScoreScale
 
 
 def encode(row: Any) -> list[GroupIds]:
@@ -36,7 +36,7 @@ def lengths(groups: list[GroupIds]) -> list[list[float]]:
 def running(
     server: ScoreServer | None = None,
     key: str | None = None,
-    scale: ScoreScale | None = None,
+    scale: RewardScale | None = None,
     score: Callable[[list[GroupIds]], list[list[float]]] = lengths,
 ) -> Iterator[ScoreFront]:
     """A front whose work is done by a thread, as rank 0's loop does it."""
@@ -81,7 +81,7 @@ def test_rows_get_lists_and_inputs_get_numbers() -> None:
 
 
 def test_normalised_scores_come_beside_the_raw_ones() -> None:
-    with running(scale=ScoreScale(1.0, 2.0)) as front:
+    with running(scale=RewardScale(1.0, 2.0)) as front:
         assert ask(f"{front.url}/score", {"inputs": [{"response": "ddd"}]})[1] == {"scores": [3.0], "normalized": [1.0]}
 
 

@@ -11,8 +11,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ebft_ds.data.preference import RewardEncoder, RewardEncoding
 from ebft_ds.data.rows import BadRow
 from ebft_ds.errors import ModelError
+from ebft_ds.trainers.reward_evaluation import RewardScale
+from ebft_ds.trainers.score import wanted_scale
+from ebft_ds.trainers.score_job import ScoreJob, ScoreServer
 from ebft_ds.trainers.score_rounds import GroupIds
-from ebft_ds.trainers.score_rows import ScoreEncoder, ScoreScale, read_score_row
+from ebft_ds.trainers.score_rows import ScoreEncoder, measured_scale, read_score_row
 
 ENCODING = RewardEncoding(max_length=64)
 USER, ANSWER, OTHER = ({"role": role, "content": text} for role, text in (("user", "who?"), ("assistant", "Ada."), ("assistant", "Bob.")))
@@ -94,7 +97,20 @@ def test_a_row_over_the_length_is_bad_where_nothing_may_be_cut(tokenizer: PreTra
 
 
 def test_the_scale_needs_measured_rewards() -> None:
-    assert ScoreScale.of(RewardEncoding(max_length=8, mean=1.0, std=4.0))([3.0, -1.0]) == [0.5, -0.5]
+    assert measured_scale(RewardEncoding(max_length=8, mean=1.0, std=4.0)).normalized(3.0) == 0.5
     for mean, std in ((None, None), (1.0, None), (1.0, 0.0)):
         with pytest.raises(ModelError, match="no mean and std"):
-            ScoreScale.of(RewardEncoding(max_length=8, mean=mean, std=std))
+            measured_scale(RewardEncoding(max_length=8, mean=mean, std=std))
+
+
+def test_normalised_scores_are_asked_for_by_command_or_model(caplog: pytest.LogCaptureFixture) -> None:
+    job = ScoreJob(work=ScoreServer(), model="m", dtype="float32")
+    asked = ScoreJob(work=ScoreServer(), model="m", dtype="float32", normalize=True)
+    measured = RewardEncoding(max_length=8, mean=1.0, std=4.0)
+    assert wanted_scale(job, measured) is None
+    assert wanted_scale(asked, measured) == RewardScale(1.0, 4.0)
+    assert wanted_scale(job, RewardEncoding(max_length=8, mean=1.0, std=4.0, normalize=True)) == RewardScale(1.0, 4.0)
+    assert wanted_scale(job, RewardEncoding(max_length=8, normalize=True)) is None
+    assert "scores are raw only" in caplog.text
+    with pytest.raises(ModelError):
+        wanted_scale(asked, ENCODING)

@@ -155,7 +155,7 @@ class RewardEncoder:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of recipe, template and vocabulary: changes when the same texts may become other ids."""
-        recipe = msgspec.structs.replace(self.encoding, mean=None, std=None)
+        recipe = msgspec.structs.replace(self.encoding, mean=None, std=None, normalize=False)
         vocabulary = hashlib.sha256(repr(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()
         parts = [msgspec.json.encode(recipe).decode(), str(self.tokenizer.chat_template), vocabulary]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -32,6 +32,8 @@ class RewardEncoding(msgspec.Struct, frozen=True, kw_only=True):
     mean: float | None = None
     """Mean of the rewards on held-out rows; None: not measured."""
     std: float | None = None
+    normalize: bool = False
+    """Are scorers asked to give (reward - mean) / std as well?"""
 
     def __post_init__(self) -> None:
         if self.max_length < 1:
@@ -49,6 +51,7 @@ class RewardEncoding(msgspec.Struct, frozen=True, kw_only=True):
             chat_template_kwargs=dict(data.chat_template_kwargs),
             identical_pairs=reward.identical_pairs,
             empty_responses=reward.empty_responses,
+            normalize=reward.normalize_rewards,
         )
 
     def save(self, folder: str | Path) -> None:
