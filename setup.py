@@ -39,8 +39,11 @@ setup(
     extras_require={
         "vllm": ["vllm==0.32.*"],
         "liger": ["liger-kernel>=0.8.5,<0.9"],
+        "grain": ["grain>=0.2.18,<0.3"],  # pipelines that call the collect functions of RewardTrainer
         "dev": [
             "packaging",
+            "grain>=0.2.18,<0.3",
+            "trl==1.16.0",  # what tools/bench.py reward is held against
             "pytest>=9",
             "pytest-timeout>=2.4",
             "hypothesis>=6.150",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ebft_ds.config import AsyncEBFTConfig, RewardConfig
+    from ebft_ds.data.preference import RewardCollator
     from ebft_ds.features.layers import feature_layer_indices
     from ebft_ds.features.pooling import pool_hidden_states
     from ebft_ds.features.scorer import EBFTScorer
@@ -37,6 +38,7 @@ _HOMES = {
     "RewardConfig": "ebft_ds.config",
     "RewardTrainer": "ebft_ds.trainers.reward",
     "EBFTScorer": "ebft_ds.features.scorer",
+    "RewardCollator": "ebft_ds.data.preference",
     "EBFTRolloutLoop": "ebft_ds.rollout.loop",
 }
 
@@ -45,6 +47,7 @@ __all__ = [
     "AsyncEBFTTrainer",
     "EBFTRolloutLoop",
     "EBFTScorer",
+    "RewardCollator",
     "RewardConfig",
     "RewardTrainer",
     "__version__",

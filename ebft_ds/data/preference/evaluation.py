@@ -75,7 +75,7 @@ class _EvaluationChunks:
         source, most = self._source, self._max_rows
         if is_stream(source):
             stream = open_stream(source, split=self._split, config_name=self._data.dataset_config)
-            rows = enumerate(islice(stream.open(0, 0), most))
+            rows = enumerate(islice(stream.open(), most))
             return ((number, row, f"row {number + 1} of {stream.name}") for number, row in rows)
         if isinstance(source, RowSelection):
             table: RowTable | RowSelection = source

@@ -31,14 +31,15 @@ class RowStream(msgspec.Struct, frozen=True):
     """A source that can be read from its beginning again and again."""
 
     name: str
-    open: Callable[[int, int], Iterator[Any]]
-    """(epoch, rows to pass over) -> the rows behind those."""
+    open: Callable[[], Iterator[Any]]
+    """The rows from the first one on, every time in the same order."""
 
 
 class StreamedRows:
     """Training order over a stream: blocks of `buffer` consecutive rows, each shuffled by (seed, epoch, block). One block is in memory.
+    An epoch's first block is shorter, by chance, so that rows do not meet the same ones in every epoch.
 
-    A position is a number of rows: resuming passes over the blocks before it and draws the same order in its own.
+    A position is a number of rows: resuming passes over the rows before its block and draws the same order in that.
     """
 
     def __init__(self, stream: RowStream, *, seed: int, shuffle: bool, buffer: int) -> None:
@@ -66,9 +67,10 @@ class StreamedRows:
         return [self._next() for _ in range(count)]
 
     def _next(self) -> tuple[int, Any]:
-        within = self._offset % self._buffer
-        if within == 0 or not self._block:
-            self._read_block(self._offset - within)
+        start = self._block_start()
+        if start == self._offset or not self._block:
+            self._read_block(start)
+        within = self._offset - start
         if within >= len(self._block):  # the epoch is over
             if self._offset == 0:
                 raise DataError(f"{self._stream.name} has no rows.")
@@ -78,11 +80,20 @@ class StreamedRows:
         self._offset += 1
         return self._block[within]
 
+    def _block_start(self) -> int:
+        first = self._first_block()
+        return 0 if self._offset < first else self._offset - (self._offset - first) % self._buffer
+
+    def _first_block(self) -> int:
+        if not self._shuffle:
+            return self._buffer
+        return 1 + random.Random(f"stream blocks, seed {self._seed}, epoch {self._epoch}").randrange(self._buffer)
+
     def _read_block(self, start: int) -> None:
         try:
             if self._source is None:
-                self._source = self._stream.open(self._epoch, start)
-            rows = list(itertools.islice(self._source, self._buffer))
+                self._source = itertools.islice(self._stream.open(), start, None)
+            rows = list(itertools.islice(self._source, self._buffer if start else self._first_block()))
         except READ_FAILURES as error:
             raise DataError(f"{self._stream.name}: reading behind row {start} failed: {error}") from error
         self._block = list(enumerate(rows, start=start))
@@ -137,26 +148,16 @@ def _hub_stream(name: str, split: str | None, config_name: str | None) -> RowStr
 
 
 def _dataset_stream(dataset: Any, name: str) -> RowStream:
-    def opened(epoch: int, start: int) -> Iterator[Any]:
-        dataset.set_epoch(epoch)  # a dataset that shuffles itself does so anew in each epoch, and the same again after a resume
-        return iter(dataset.skip(start) if start else dataset)
-
-    return RowStream(name, opened)
+    # Its own skip() and set_epoch() are not used: together they change the order of its files.
+    return RowStream(name, lambda: iter(dataset))
 
 
 def _file_stream(paths: list[Path], name: str) -> RowStream:
-    def opened(epoch: int, start: int) -> Iterator[Any]:
-        rows = itertools.chain.from_iterable(map(iterate_file, paths))
-        return itertools.islice(rows, start, None)
-
-    return RowStream(name, opened)
+    return RowStream(name, lambda: itertools.chain.from_iterable(map(iterate_file, paths)))
 
 
 def _table_stream(table: RowTable) -> RowStream:
-    def opened(epoch: int, start: int) -> Iterator[Any]:
-        return map(table.row, range(start, len(table)))
-
-    return RowStream(table.name, opened)
+    return RowStream(table.name, lambda: map(table.row, range(len(table))))
 
 
 def is_stream(source: DataSource | Any) -> bool:

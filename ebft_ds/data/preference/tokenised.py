@@ -25,7 +25,8 @@ def _unpadded(ids: Any, name: str, mask: Any, mask_name: str | None) -> list[int
     """The ids where the mask is 1, wherever the padding stands; pad ids decide nothing, since they may be the end token."""
     tokens = _integers(ids, name)
     if mask is not None:
-        kept = _integers(mask, str(mask_name))
+        booleans = isinstance(mask, list) and all(isinstance(one, bool) for one in mask)
+        kept = _integers([int(one) for one in mask] if booleans else mask, str(mask_name))
         if len(kept) != len(tokens):
             raise BadRow(f"has {len(tokens)} {name}, but {len(kept)} values in {mask_name}")
         tokens = [token for token, one in zip(tokens, kept, strict=True) if one]
