@@ -89,7 +89,7 @@ def build_reward_parts(
     return RewardParts(
         collectives=collectives,
         derived=derived,
-        tokenizer=checked.tokenizer,
+        tokenizer=RewardEncoder(checked.tokenizer, checked.encoding).tokenizer,  # with the recipe's own chat template
         encoding=checked.encoding,
         reward=reward,
         feed=feed,

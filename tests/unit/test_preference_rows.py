@@ -165,3 +165,9 @@ MASK = {"input_ids_rejected": [1], "attention_mask_rejected": [1]}
 def test_bad_rows_are_named(row: Any, message: str) -> None:
     with pytest.raises(BadRow, match=message):
         valid(row)
+
+
+@pytest.mark.parametrize("extra", [{"margin": 0.5}, {"preference": 0.8}])
+def test_margin_and_preference_are_of_a_pair(extra: dict[str, float]) -> None:
+    with pytest.raises(BadRow, match=r"beside 3 responses; it is of a pair"):
+        validate_preference_row({"responses": ["a", "b", "c"], **extra}, PreferenceFields())

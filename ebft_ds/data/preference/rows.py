@@ -50,8 +50,10 @@ def validate_preference_row(row: Any, fields: PreferenceFields) -> PreferenceRow
     subset = str(given[fields.subset]) if fields.subset in given else None
     tokens = tokenised_responses(given)
     if tokens is not None:
+        _check_of_a_pair(len(tokens), margin, preference, fields)
         return PreferenceRow(None, [], margin, preference, subset, token_ids=tokens)
     names, responses = _responses(given, fields, list(row))
+    _check_of_a_pair(len(responses), margin, preference, fields)
     prompt = _prompt(given.get(fields.prompt), fields.prompt)
     tools = _tools(given.get(fields.tools), fields.tools)
     if isinstance(prompt, list) or not all(isinstance(response, str) for response in responses):
@@ -59,6 +61,13 @@ def validate_preference_row(row: Any, fields: PreferenceFields) -> PreferenceRow
     elif tools:
         raise BadRow(f"has {fields.tools}, but its texts do not go through the chat template; give messages")
     return PreferenceRow(prompt, responses, margin, preference, subset, tools)
+
+
+def _check_of_a_pair(responses: int, margin: float, preference: float, fields: PreferenceFields) -> None:
+    """Both say something about two responses; of a longer ranking nobody could tell which two are meant."""
+    if responses > 2 and (margin != 0.0 or preference != 1.0):
+        name = fields.margin if margin != 0.0 else fields.preference
+        raise BadRow(f"has a {name} beside {responses} responses; it is of a pair")
 
 
 def _number(given: Mapping[str, Any], name: str, missing: float) -> float:
