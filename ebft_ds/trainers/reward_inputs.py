@@ -107,7 +107,9 @@ def _encoding_notes(config: RewardConfig, encoding: RewardEncoding) -> list[str]
         return []
     former = RewardEncoding.load(folder)
     changed = [
-        name for name in encoding.__struct_fields__ if name not in ("mean", "std") and getattr(former, name) != getattr(encoding, name)
+        name
+        for name in encoding.__struct_fields__
+        if name not in ("mean", "std", "normalize") and getattr(former, name) != getattr(encoding, name)
     ]
     return (
         [f"{folder} was trained with another encoding: {', '.join(changed)} differ; this run's recipe is used and saved"] if changed else []
