@@ -137,13 +137,14 @@ def test_scores_are_those_of_the_librarys_classifier_on_separate_rows(architectu
     folder = classifier(small_architecture(tmp_path / "body", architecture, tied=False), tmp_path / "reward")
     groups = random_groups(3, 5, (2, 3))
     expected = library_scores(folder, groups)
+    flat = torch.tensor([value for rewards in expected for value in rewards])
     for answer in run_ranks(2, architectures_run, folder, groups):
         assert answer["style"] == "shared"
         for way in ("auto", "unshared", "padded", "frozen"):
             for rewards, wanted in zip(answer[way], expected, strict=True):
                 assert rewards == pytest.approx(wanted, abs=2e-5), way
             if way != "frozen":
-                torch.testing.assert_close(answer[f"{way}, trained"], torch.tensor([value for rewards in expected for value in rewards]), rtol=1e-5, atol=2e-5)
+                torch.testing.assert_close(answer[f"{way}, trained"], flat, rtol=1e-5, atol=2e-5)
 
 
 def library_scores(folder: Path, groups: list[WholeGroup]) -> list[list[float]]:
