@@ -9,18 +9,27 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ebft_ds.collectives import Collectives
 from ebft_ds.config import RewardConfig
 from ebft_ds.config.checks import Surroundings, check_config, require_training_inputs
 from ebft_ds.config.deepspeed import build_deepspeed_config
 from ebft_ds.config.derived_reward import RewardNumbers, derive_reward
 from ebft_ds.config.model_facts import ModelFacts
 from ebft_ds.config.preflight import check_output_dir
-from ebft_ds.data.preference import PreferenceReader, PreferenceSource, RewardEncoding
+from ebft_ds.data.preference import (
+    PreferenceFeed,
+    PreferenceFields,
+    PreferenceReader,
+    PreferenceSource,
+    RewardEncoder,
+    RewardEncoding,
+)
 from ebft_ds.data.preference.recipe import FILE_NAME
 from ebft_ds.data.preflight import load_checked_tokenizer, load_model_facts, row_notes
 from ebft_ds.errors import ConfigError, DataError
 from ebft_ds.trainers.inputs import RunInputs
 
+FIRST_ROWS = 4
 DataCollator = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 """A user's own: raw rows to the arrays that RewardCollator gives."""
 
@@ -64,7 +73,16 @@ def check_reward_run(
     encoding = RewardEncoding.of(config.reward, config.data)
     build_deepspeed_config(config, derive_reward(config, world_size), "actor", facts.hidden_size or None)
     notes = [*report.notes, *row_notes(config), *_encoding_notes(config, encoding), *_evaluation_notes(config, inputs)]
-    return RewardChecked(facts, tokenizer, encoding, open_reader(config, inputs) if reads else None, notes)
+    reader = open_reader(config, inputs) if reads else None
+    if reader is not None and reader.rows is not None and inputs.data_collator is None:
+        _look_at_first_rows(config, open_reader(config, inputs), RewardEncoder(tokenizer, encoding))
+    return RewardChecked(facts, tokenizer, encoding, reader, notes)
+
+
+def _look_at_first_rows(config: RewardConfig, reader: PreferenceReader, encoder: RewardEncoder) -> None:
+    """Wrong columns are found out before the output folder is claimed. (A stream is not opened twice.) Errors: DataError, ModelError."""
+    fields = PreferenceFields.of(config.reward, config.data)
+    PreferenceFeed(reader, encoder, Collectives(), fields=fields, bad_rows=config.data.bad_rows).next_rows(FIRST_ROWS)
 
 
 def open_reader(config: RewardConfig, inputs: RewardInputs) -> PreferenceReader:

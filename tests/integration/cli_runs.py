@@ -51,16 +51,17 @@ def overrides(model: Path, data: tuple[Path, Path], output: Path, **fields: Any)
     return [f"{key}={json.dumps(value) if not isinstance(value, (Path, str)) else value}" for key, value in (settings | fields).items()]
 
 
-def start(recipe: Path, settings: list[str], command: str = "train") -> subprocess.Popen[str]:
-    recipe.write_text("run: {mode: async}\n", encoding="utf-8")
+def start(recipe: Path, settings: list[str], command: str = "train", text: str = "run: {mode: async}\n") -> subprocess.Popen[str]:
+    """`text`: the recipe, written first."""
+    recipe.write_text(text, encoding="utf-8")
     arguments = [sys.executable, "-m", "ebft_ds.cli.app", command, str(recipe), *settings]
     return subprocess.Popen(
         arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
 
 
-def run(recipe: Path, settings: list[str], timeout: float = 240.0, command: str = "train") -> Finished:
-    process = start(recipe, settings, command)
+def run(recipe: Path, settings: list[str], timeout: float = 240.0, command: str = "train", text: str = "run: {mode: async}\n") -> Finished:
+    process = start(recipe, settings, command, text)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
