@@ -113,8 +113,9 @@ def check_optimizer(config: RecipeConfig, around: Surroundings) -> Iterator[str]
     if optim.lr_scheduler_type == "constant" and (optim.warmup_steps or optim.warmup_ratio):
         yield "lr_scheduler_type: constant ignores warm-up; use constant_with_warmup"
     if 0 < config.run.max_steps - config.loss.warm_start_steps <= optim.warmup_steps:
+        steps = "EBFT steps" if config.MODE == "async" else "steps"
         yield (
-            f"warmup_steps {optim.warmup_steps} covers all {'EBFT ' if config.MODE == 'async' else ''}steps of max_steps {config.run.max_steps}: "
+            f"warmup_steps {optim.warmup_steps} covers all {steps} of max_steps {config.run.max_steps}: "
             "the learning rate is never reached"
         )
     if optim.cosine_min_lr_ratio is not None:
