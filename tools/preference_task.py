@@ -40,7 +40,9 @@ def preference_rows(count: int, rng: random.Random, without: frozenset[frozenset
         named = rng.sample(listed, NAMED)
         wrong, place = list(named), rng.randrange(NAMED)
         wrong[place] = rng.choice([thing for thing in THINGS if thing not in listed])
-        rows.append({"prompt": f"list: {' '.join(listed)} ;", "chosen": _said(named), "rejected": _said(wrong), "subset": f"word {place + 1}"})
+        rows.append(
+            {"prompt": f"list: {' '.join(listed)} ;", "chosen": _said(named), "rejected": _said(wrong), "subset": f"word {place + 1}"}
+        )
     return rows
 
 

@@ -115,8 +115,7 @@ def check_optimizer(config: RecipeConfig, around: Surroundings) -> Iterator[str]
     if 0 < config.run.max_steps - config.loss.warm_start_steps <= optim.warmup_steps:
         steps = "EBFT steps" if config.MODE == "async" else "steps"
         yield (
-            f"warmup_steps {optim.warmup_steps} covers all {steps} of max_steps {config.run.max_steps}: "
-            "the learning rate is never reached"
+            f"warmup_steps {optim.warmup_steps} covers all {steps} of max_steps {config.run.max_steps}: the learning rate is never reached"
         )
     if optim.cosine_min_lr_ratio is not None:
         if optim.lr_scheduler_type not in cosine:
