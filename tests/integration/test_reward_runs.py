@@ -38,7 +38,9 @@ def settings(task: Path, output: Path, **fields: Any) -> list[str]:
 @pytest.fixture(scope="module")
 def finished_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
     folder = tmp_path_factory.mktemp("finished")
-    return folder / "run", run(folder / "recipe.yaml", settings(task, folder / "run"), timeout=180, command="reward", text="")
+    return folder / "run", run(
+        folder / "recipe.yaml", settings(task, folder / "run", eval_steps=25), timeout=180, command="reward", text=""
+    )
 
 
 def test_synthetic_task_is_learnt_from_nothing_on_two_ranks(finished_run: tuple[Path, Finished]) -> None:
@@ -103,7 +105,7 @@ def test_eval_and_export_of_a_checkpoint(finished_run: tuple[Path, Finished], ta
 
 def test_signal_saves_and_the_run_goes_on_from_there(task: Path, tmp_path: Path) -> None:
     whole, part = tmp_path / "whole", tmp_path / "part"
-    fields = {"max_steps": 40, "eval_steps": 0, "per_device_train_batch_size": 16}
+    fields = {"max_steps": 40, "per_device_train_batch_size": 16}
     first = run(tmp_path / "recipe.yaml", settings(task, whole, **fields), command="train")
     assert first.code == 0, first.output[-4000:]
     process = start(tmp_path / "recipe.yaml", settings(task, part, **fields), "reward", "")
@@ -124,9 +126,7 @@ def test_module_entry_point_under_the_launcher(task: Path, tmp_path: Path) -> No
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("run: {seed: 1}\n")
     stated = [
-        s
-        for s in settings(task, tmp_path / "run", max_steps=2, warmup_steps=0, eval_steps=0)
-        if not s.startswith(("num_processes=", "mode=", "seed="))
+        s for s in settings(task, tmp_path / "run", max_steps=2, warmup_steps=0) if not s.startswith(("num_processes=", "mode=", "seed="))
     ]
     done = launch("--module", "ebft_ds.reward", str(recipe), *stated)
     assert done.code == 0, done.output[-4000:]

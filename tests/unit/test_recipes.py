@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ebft_ds.config import load_recipe
+from ebft_ds.config import RewardConfig, load_recipe
 from ebft_ds.config.checks import Surroundings, check_config
 from ebft_ds.config.deepspeed import build_deepspeed_config
 from ebft_ds.config.derived import derive
+from ebft_ds.config.derived_reward import derive_reward
 
 RECIPES = sorted((Path(__file__).resolve().parent.parent.parent / "launch" / "recipes").glob("*.yaml"))
 
@@ -24,4 +25,5 @@ def test_recipe_is_valid(path: Path) -> None:
     world_size = loaded.config.run.num_processes or 1
     assert check_config(loaded.config, Surroundings(world_size, accelerators=0)).problems == []
     assert loaded.notes == [], "a shipped recipe uses canonical names"
-    build_deepspeed_config(loaded.config, derive(loaded.config, world_size))
+    numbers = derive_reward if isinstance(loaded.config, RewardConfig) else derive
+    build_deepspeed_config(loaded.config, numbers(loaded.config, world_size))
