@@ -22,9 +22,10 @@ def plan(
 ) -> None:
     """Print the sizes of a run and the memory that each rank will need, about."""
     from ebft_ds.cli.dry_run import numbers_table
-    from ebft_ds.config import load_recipe
+    from ebft_ds.config import RewardConfig, load_recipe
     from ebft_ds.config.checks import Surroundings, check_config
     from ebft_ds.config.derived import derive
+    from ebft_ds.config.derived_reward import derive_reward
     from ebft_ds.config.memory import estimate_memory
     from ebft_ds.config.model_facts import read_model_facts
 
@@ -37,7 +38,7 @@ def plan(
     report = check_config(config, Surroundings(world_size, None, facts))
     report.raise_if_bad()
     show_notes(loaded.notes + report.notes)
-    derived = derive(config, world_size, rows)
+    derived = derive_reward(config, world_size, rows) if isinstance(config, RewardConfig) else derive(config, world_size, rows)
     console = Console()
     console.print(numbers_table(derived))
     if facts is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ebft_ds.config.derived import DerivedNumbers
+from ebft_ds.config.derived_reward import RewardNumbers
 from ebft_ds.config.engine_choice import rollout_engine_of
 from ebft_ds.config.model_facts import ModelFacts
 from ebft_ds.config.recipe import RecipeConfig
@@ -39,8 +40,8 @@ def deepest_layer(config: RecipeConfig, facts: ModelFacts) -> int:
     return min(facts.num_layers, max([1, *layers]))
 
 
-def estimate_memory(config: RecipeConfig, facts: ModelFacts, derived: DerivedNumbers) -> list[MemoryItem]:
-    """Items of one rank, and of the rollout engine."""
+def estimate_memory(config: RecipeConfig, facts: ModelFacts, derived: DerivedNumbers | RewardNumbers) -> list[MemoryItem]:
+    """Items of one rank, and of the rollout engine. A reward model has neither that nor features."""
     size, ranks = _BYTES[config.model.dtype], derived.world_size
     trained = adapter_parameters(config, facts) if config.peft.use_peft else facts.parameters
     held = facts.parameters + (trained if config.peft.use_peft else 0)
@@ -50,6 +51,8 @@ def estimate_memory(config: RecipeConfig, facts: ModelFacts, derived: DerivedNum
         MemoryItem("master weights and Adam moments", trained * _MASTER_AND_MOMENTS // ranks, "each rank"),
         MemoryItem("layers gathered at once", 2 * max(facts.layer_parameters, facts.embedding_parameters) * size, "each rank"),
     ]
+    if isinstance(derived, RewardNumbers):
+        return [*items, MemoryItem("activations of one micro-batch", _activations(config, facts, derived, size), "each rank")]
     if not config.peft.use_peft or config.model.feature_model_name_or_path:
         copied = facts.embedding_parameters + deepest_layer(config, facts) * facts.layer_parameters
         items.append(MemoryItem("frozen feature copy, partitioned", copied * size // ranks, "each rank"))
@@ -64,11 +67,12 @@ def estimate_memory(config: RecipeConfig, facts: ModelFacts, derived: DerivedNum
     return items
 
 
-def _activations(config: RecipeConfig, facts: ModelFacts, derived: DerivedNumbers, size: int) -> int:
+def _activations(config: RecipeConfig, facts: ModelFacts, derived: DerivedNumbers | RewardNumbers, size: int) -> int:
     """Of a full micro-batch: packed rows up to the token budget, padded ones up to their number as well."""
     tokens = derived.train_token_budget
     if config.run.packing == "padded":
-        tokens = min(tokens, config.run.per_device_train_batch_size * config.data.max_seq_length)
+        responses = 2 if isinstance(derived, RewardNumbers) else 1
+        tokens = min(tokens, config.run.per_device_train_batch_size * responses * config.data.max_seq_length)
     per_layer = tokens * facts.hidden_size * size
     if config.model.gradient_checkpointing:
         return per_layer * (facts.num_layers + _ACTIVATIONS_PER_TOKEN_AND_LAYER)
