@@ -43,7 +43,6 @@ setup(
         "dev": [
             "packaging",
             "grain>=0.2.18,<0.3",
-            "trl==1.16.0",  # what tools/bench.py reward is held against
             "pytest>=9",
             "pytest-timeout>=2.4",
             "hypothesis>=6.150",

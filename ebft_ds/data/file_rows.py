@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
@@ -32,7 +31,7 @@ def parse_json_line(line: str | bytes, number: int) -> Any:
         return UnreadableRow(f"line {number} is not UTF-8 text ({error.reason} at byte {error.start})")
 
 
-class _Rows(Sequence[Any]):
+class NumberedFileRows(Sequence[Any]):
     """Rows by number, for subclasses that say how many there are and read one."""
 
     def __len__(self) -> int:
@@ -53,7 +52,7 @@ class _Rows(Sequence[Any]):
         return self._read(index)
 
 
-class JsonLines(_Rows):
+class JsonLines(NumberedFileRows):
     """Rows of a JSON-lines file. The file is searched for line ends once; a line is parsed when it is asked for.
 
     Raises OSError for an unreadable file.
@@ -91,28 +90,6 @@ def _line_bounds(path: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
             read += len(chunk)
     joined = np.concatenate(bounds)
     return joined if joined[-1] == read else np.append(joined, read)
-
-
-class ParquetRows(_Rows):
-    """Rows of a Parquet file: the file's footer gives their number, the columns are loaded with the first row."""
-
-    def __init__(self, path: Path) -> None:
-        import pyarrow.parquet
-
-        self._path = path
-        self._count = int(pyarrow.parquet.read_metadata(path).num_rows)
-
-    def __len__(self) -> int:
-        return self._count
-
-    @cached_property
-    def _table(self) -> Any:
-        import pyarrow.parquet
-
-        return pyarrow.parquet.read_table(self._path, memory_map=True)
-
-    def _read(self, index: int) -> Any:
-        return self._table.slice(index, 1).to_pylist()[0]
 
 
 def iterate_file(path: Path) -> Iterator[Any]:

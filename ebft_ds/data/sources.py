@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from ebft_ds.data.file_rows import JsonLines, ParquetRows, parse_json_line
+from ebft_ds.data.file_rows import JsonLines, parse_json_line
+from ebft_ds.data.parquet_rows import ParquetRows, RowGroupCache
+from ebft_ds.data.reading import READ_FAILURES, failures_are_data_errors
 from ebft_ds.errors import DataError
 
 if TYPE_CHECKING:
@@ -63,9 +65,10 @@ class RowTable:
         raise AssertionError("unreachable: starts cover all rows")
 
     def row(self, number: int) -> Any:
-        """The row as it stands in the source: any JSON value, or `UnreadableRow`."""
+        """The row as it stands in the source: any JSON value, or `UnreadableRow`. Raises `DataError` if the source cannot be read."""
         part, offset = self._locate(number)
-        return part.rows[offset]
+        with failures_are_data_errors(lambda: self.where(number)):
+            return part.rows[offset]
 
     def where(self, number: int) -> str:
         """`row 17 of prompts.jsonl`, counting from 1 as editors do; with the line or the index where that differs."""
@@ -117,14 +120,14 @@ def check_hub_name(text: str) -> None:
         )
 
 
-def read_file(path: Path, name: str, *, lazy: bool = False) -> TablePart:
-    """Rows of one JSONL, JSON or Parquet file; `name` is what messages call it, `lazy` as in `read_rows`."""
+def read_file(path: Path, name: str, *, lazy: bool = False, groups: RowGroupCache | None = None) -> TablePart:
+    """Rows of one JSONL, JSON or Parquet file; `name` is what messages call it, `lazy` as in `read_rows`, `groups` as in `ParquetRows`."""
     suffix = path.suffix.lower()
     if suffix not in FILE_SUFFIXES:
         raise DataError(f"{path.absolute()}: files ending in {suffix or 'nothing'} are not read; use {', '.join(FILE_SUFFIXES)}.")
     try:
         if lazy and suffix == ".parquet":
-            return TablePart(name, ParquetRows(path))
+            return TablePart(name, ParquetRows(path, groups))
         if lazy and not is_json_array(path):
             rows = JsonLines(path)
             return TablePart(name, rows, rows.lines)
@@ -135,7 +138,7 @@ def read_file(path: Path, name: str, *, lazy: bool = False) -> TablePart:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path.absolute()} is not UTF-8 text: {error}. Convert it.") from error
-    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+    except READ_FAILURES as error:
         raise DataError(f"{path.absolute()} cannot be read: {error}") from error
     if suffix == ".json" and text.lstrip().startswith("["):
         return _parse_json_array(text, path, name)
@@ -175,9 +178,11 @@ def _read_folder(path: Path, split: str | None, lazy: bool) -> RowTable:
 
         try:
             return _read_object(datasets.load_from_disk(str(path)), split, name=str(path))
-        except (OSError, ValueError, KeyError) as error:
+        except READ_FAILURES as error:
             raise DataError(f"{path.absolute()} is a saved dataset that cannot be read: {error}") from error
-    return RowTable(str(path), [read_file(file, str(file.relative_to(path)), lazy=lazy) for file in folder_files(path, split)])
+    groups = RowGroupCache()
+    files = folder_files(path, split)
+    return RowTable(str(path), [read_file(file, str(file.relative_to(path)), lazy=lazy, groups=groups) for file in files])
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -230,7 +235,7 @@ def _read_hub(name: str, split: str | None, config_name: str | None, num_proc: i
 
     try:
         loaded = datasets.load_dataset(name, config_name, split=split, num_proc=num_proc)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (*READ_FAILURES, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"Dataset {name!r}: there is no such file or folder ({Path(name).absolute()}), and the hub did not give it"
             f" (configuration {config_name or 'default'}, split {split or 'any'}): {error}"

@@ -86,18 +86,20 @@ def test_lengths_are_honoured(mode: Any) -> None:
 
 def test_rankings_and_other_columns() -> None:
     tokenizer = byte_level()
-    ranked = {"prompt": "Q", "responses": [" a", " b", " c"], "subset": "math", "preference": 0.5, "id": 7}
-    pair = {"prompt": "Q", "chosen": " d", "rejected": " e"}
+    ranked = {"prompt": "Q", "responses": [" a", " b", " c"], "subset": "math", "id": 7}
+    pair = {"prompt": "Q", "chosen": " d", "rejected": " e", "preference": 0.5}
     batch = RewardCollator(tokenizer, remove_unused_columns=False)([ranked, pair])
     texts = [tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
     assert texts == ["Q a</s>", "Q d</s>", "Q b</s>", "Q e</s>", "Q c</s>"]
     assert batch["num_responses"].tolist() == [3, 2]
-    assert batch["preference"].tolist() == [0.5, 1.0]
+    assert batch["preference"].tolist() == [1.0, 0.5]
     assert (batch["subset"], batch["id"]) == (["math", None], [7, None])
     assert "id" not in RewardCollator(tokenizer)([ranked])
+    with pytest.raises(DataError, match=r"row 1 of the batch has bytes that are not UTF-8 text .* in id"):
+        RewardCollator(tokenizer, remove_unused_columns=False)([{**ranked, "id": b"\xff"}])
     rows = rows_of_batch(batch)
     assert [len(row.group) for row in rows] == [3, 2]
-    assert [(row.preference, row.subset, row.margin) for row in rows] == [(0.5, "math", 0.0), (1.0, None, 0.0)]
+    assert [(row.preference, row.subset, row.margin) for row in rows] == [(1.0, "math", 0.0), (0.5, None, 0.0)]
     assert [[tokenizer.decode(ids) for ids in row.group] for row in rows] == [["Q a</s>", "Q b</s>", "Q c</s>"], ["Q d</s>", "Q e</s>"]]
 
 
@@ -119,6 +121,10 @@ def test_what_a_collator_gave_becomes_rows_again() -> None:
     ]
 
 
+PAIR = {f"{kind}_{side}": [[1], [1]] for kind in ("input_ids", "attention_mask") for side in ("chosen", "rejected")}
+TRIPLE = {"input_ids": [[1], [2], [3]], "attention_mask": [[1]] * 3, "num_responses": [3]}
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -128,11 +134,43 @@ def test_what_a_collator_gave_becomes_rows_again() -> None:
         ({"input_ids": [[1]] * 3, "attention_mask": [[1]] * 3}, "3 sequences"),
         ({"input_ids": [[1]] * 3, "attention_mask": [[1]] * 3, "num_responses": [2, 1]}, r"rows with \[2, 1\] responses"),
         ({"input_ids": [[1]] * 2, "attention_mask": [[1]] * 2, "margin": [1.0, 2.0]}, "2 values of margin for 1 rows"),
+        ({"input_ids": [[1], [2, 3]], "attention_mask": [[1], [1, 1]]}, "input_ids of the data collator's batch is no array"),
+        ({"input_ids": [[1.0]] * 2, "attention_mask": [[1]] * 2}, "input_ids .* holds float64"),
+        ({**PAIR, "input_ids_rejected": [[1], [-1]]}, "Row 1 of input_ids_rejected has the token -1; ids begin at 0"),
+        ({**PAIR, "margin": [0.0, float("inf")]}, "Row 1 .* has a margin that is inf"),
+        ({**PAIR, "margin": [[0.0], [1.0]]}, r"Row 0 .* has a margin that is \[0.0\]"),
+        ({**PAIR, "margin": torch.tensor(1.0)}, "1 values of margin for 2 rows"),
+        ({**PAIR, "preference": torch.tensor([0.5, 1.5])}, "Row 1 .* has a preference of 1.5"),
+        ({**PAIR, "preference": [0.5, None]}, "Row 1 .* has a preference that is None"),
+        ({**PAIR, "subset": ["a", 3]}, "Row 1 .* has a subset that is a int"),
+        ({**TRIPLE, "margin": [0.5]}, "Row 0 .* has a margin of 0.5 beside 3 responses; it is of a pair"),
+        ({**TRIPLE, "preference": [0.5]}, "Row 0 .* has a preference of 0.5 beside 3 responses"),
+        ({**TRIPLE, "num_responses": 3}, "3 sequences"),
     ],
 )
 def test_batches_that_are_none_are_refused(batch: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         rows_of_batch(batch)
+
+
+def test_ids_are_held_against_the_vocabulary_where_it_is_known() -> None:
+    given = {**PAIR, "input_ids_chosen": [[4], [5]], "margin": [torch.tensor(0.5), np.float32(2)]}
+    assert [row.margin for row in rows_of_batch(given, vocab_size=6)] == [0.5, 2.0]
+    with pytest.raises(DataError, match="Row 1 of input_ids_chosen has the token 5; the model knows 0 to 4"):
+        rows_of_batch(given, vocab_size=5)
+    padding = {**PAIR, "input_ids_chosen": [[4, -100], [4, 4]], "attention_mask_chosen": [[1, 0], [1, 1]]}
+    assert rows_of_batch(padding, vocab_size=5)[0].group == [[4], [1]]
+    assert rows_of_batch({**TRIPLE, "margin": [0.0], "preference": [1.0]})[0].group == [[1], [2], [3]]
+
+
+def test_collect_functions_pad_to_a_multiple() -> None:
+    for function in (grain_collect_function, tfds_collect_function):
+        collect = function(byte_level(), 12, pad_to_multiple_of=8)
+        assert collect(ROWS)["input_ids"].shape == (16, 16)
+        assert collect(ROWS[0])["input_ids_chosen"].shape == (16,)
+        assert collect(ROWS)["attention_mask"].sum(axis=1).max() <= 12
+        with pytest.raises(ConfigError, match="pad_to_multiple_of 0"):
+            function(byte_level(), 12, pad_to_multiple_of=0)
 
 
 def test_bad_rows_of_a_batch_are_named() -> None:

@@ -232,6 +232,38 @@ def test_thinking_is_stripped_from_earlier_turns_as_the_template_does_it() -> No
     assert tokenizer.decode(ids[1]) == shared + "\n" + im.format("assistant", "C")
 
 
+CALLS = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|stop|>\n\n{% if m.tool_calls %}{{ m.tool_calls[0].name }}<|eom|>"
+    "{% else %}{{ m.content }}<|eot|>{% if m.tail %}{{ m.tail }}{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|stop|>\n\n{% endif %}"
+)
+MARKED = CALLS.replace("<|start|>{{ m.role }}<|stop|>\n\n", "{{ '<|start|>' if m.role == 'user' else '<|stop|>' }}")
+
+
+@pytest.mark.parametrize("template", [CALLS, MARKED], ids=["roles in words", "roles as tokens"])
+def test_turns_that_end_with_another_token_are_kept_whole_and_closed(template: str) -> None:
+    """Llama 3.1 closes tool calls with a token of their own; the last end token is then the user's."""
+    tokenizer = byte_level(template)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|eom|>"]})
+    calls = [[{"role": "assistant", "content": "", "tool_calls": [{"name": name}]}] for name in ("look", "")]
+    own = encoder(tokenizer)
+    result = own.encode(PreferenceRow(user("Q"), calls))
+    assert isinstance(result, EncodedResponses)
+    texts = [tokenizer.decode(ids) for ids in result.group]
+    head = (template == CALLS and "<|start|>assistant<|stop|>\n\n") or "<|stop|>"
+    assert [text.partition("Q<|eot|>")[2] for text in texts] == [f"{head}look<|eom|><|eot|>", f"{head}<|eom|><|eot|>"]
+    assert own.counts.eos_added == 2
+
+
+def test_what_a_template_writes_behind_the_end_token_is_cut() -> None:
+    tokenizer = byte_level(CALLS)
+    for tail in (" \n", "<|stop|>\n"):
+        said = {"role": "assistant", "content": "good", "tail": tail}
+        assert encoder(tokenizer).encode_one(user("Q"), [said]) == encoder(tokenizer).encode_one(user("Q"), "good")
+    worded = encoder(tokenizer).encode_one(user("Q"), [{"role": "assistant", "content": "good", "tail": "and more"}])
+    assert tokenizer.decode(worded).endswith("good<|eot|>and more<|eot|>")
+
+
 def test_system_prompts_that_the_template_moves() -> None:
     tokenizer = byte_level(REWRITING)
     system = [{"role": "system", "content": "Be brief."}, *user("Q")]
@@ -284,6 +316,7 @@ def test_the_recipes_template_leaves_the_given_tokenizer_alone() -> None:
     assert own.encode_one(user("Q"), "a") == encoder(byte_level(LLAMA3)).encode_one(user("Q"), "a")
     assert own.fingerprint == encoder(byte_level(CHATML), chat_template=LLAMA3, mean=1.0, std=2.0).fingerprint
     assert own.fingerprint != encoder(tokenizer).fingerprint
+    assert own.fingerprint is own.fingerprint, "a large vocabulary takes seconds"
 
 
 @pytest.mark.parametrize("case", VECTORS["truncation"], ids=lambda case: f"{case['mode']}-{len(case['ids'])}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,8 +17,11 @@ from hypothesis import strategies as st
 import ebft_ds.data.file_rows as file_rows
 from ebft_ds.collectives import Collectives
 from ebft_ds.config.sections import DataSection, RewardSection
-from ebft_ds.data.file_rows import JsonLines, ParquetRows, UnreadableRow
+from ebft_ds.data.file_rows import JsonLines, UnreadableRow
+from ebft_ds.data.parquet_rows import ParquetRows, RowGroupCache
 from ebft_ds.data.preference import (
+    EncodedResponses,
+    EvaluationRows,
     PreferenceFeed,
     PreferenceFields,
     PreferenceReader,
@@ -170,12 +174,141 @@ def test_a_broken_stream_and_an_empty_one_are_data_errors(tmp_path: Path) -> Non
         yield ROWS[0]
         raise OSError("connection lost")
 
-    with pytest.raises(DataError, match=r"streamed dataset: reading behind row 0 failed: .*"):
+    with pytest.raises(DataError, match=r"streamed dataset: reading behind row 1 failed: connection lost"):
         reader(datasets.IterableDataset.from_generator(rows)).take(2)
     with pytest.raises(DataError, match=r"empty\.jsonl has no rows"):
         reader(jsonl(tmp_path / "empty.jsonl", []), streaming=True).take(1)
     with pytest.raises(DataError, match="No dataset at"):
         reader(str(tmp_path / "nothing.jsonl"), streaming=True)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_looking_ahead_moves_nothing(streaming: bool, shuffle: bool) -> None:
+    source = reader(streaming=streaming, shuffle=shuffle, shuffle_buffer_size=7, data={} if streaming else {"eval_holdout": 3})
+    before = source.state_dict()
+    looked = source.look(4)
+    assert 1 <= len(looked) <= 4
+    assert (source.state_dict(), source.held_out_duplicates) == (before, 0)
+    assert source.take(5)[: len(looked)] == looked
+    for taken in (1, 9, 20):
+        source.take(taken)
+        ahead = source.look(3)
+        assert source.take(3)[: len(ahead)] == ahead
+    assert len(reader(ROWS[:2]).look(4)) == 2
+
+
+def test_a_stream_is_opened_once_for_looking_and_taking() -> None:
+    opened: list[int] = []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        opened.append(1)
+        yield from ROWS
+
+    source = reader(datasets.IterableDataset.from_generator(rows), shuffle_buffer_size=10)
+    source.look(4)
+    source.take(25)
+    assert len(opened) == 1
+
+
+class Broken(list[Any]):
+    """A user's own source, with an error of its own."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise OSError("the disk is gone")
+
+
+def corrupt(path: Path) -> Path:
+    """A Parquet file whose footer is whole and whose pages are not."""
+    content = bytearray(path.read_bytes())
+    content[4:400] = bytes(396)
+    path.write_bytes(content)
+    return path
+
+
+def evaluation_rows(source: Any) -> Any:
+    return read_evaluation_rows(
+        source,
+        data=DataSection(),
+        reward=RewardSection(),
+        encoder=RewardEncoder(byte_level(), RewardEncoding(max_length=64)),
+        collectives=Collectives(),
+        split=None,
+        max_rows=None,
+        name="held out",
+    )
+
+
+def test_sources_that_fail_later_are_data_errors(tmp_path: Path) -> None:
+    lines = jsonl(tmp_path / "rows.jsonl")
+    opened = [reader(lines), reader(lines, streaming=True)]
+    held = reader(lines, data={"eval_holdout": 2}).held_out
+    lines.unlink()
+    for source, message in zip(opened, [r"of rows\.jsonl .*cannot be read: .*No such file", "reading behind row 0 failed"], strict=True):
+        with pytest.raises(DataError, match=message):
+            feed(source).next_rows(1)
+    with pytest.raises(DataError, match=r"of rows\.jsonl .*cannot be read: .*No such file"):
+        evaluation_rows(held)
+    pages = corrupt(parquet(tmp_path / "rows.parquet"))
+    for start in (lambda: reader(pages).take(1), lambda: reader(pages, streaming=True).take(1), lambda: evaluation_rows(pages)):
+        with pytest.raises(DataError, match=r"rows\.parquet.*(cannot be read|failed): "):
+            start()
+    with pytest.raises(DataError, match=r"row 1 of the list of rows \(index 0\) cannot be read: the disk is gone"):
+        evaluation_rows(Broken(ROWS))
+
+    def failing() -> Iterator[dict[str, Any]]:
+        yield ROWS[0]
+        raise OSError("connection lost")
+
+    with pytest.raises(DataError, match="reading behind row 1 failed: connection lost"):
+        evaluation_rows(datasets.IterableDataset.from_generator(failing))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_sources_that_cannot_be_opened_are_data_errors(streaming: bool, tmp_path: Path) -> None:
+    (tmp_path / "not.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "not.json").write_bytes(b"[1, 2")
+    for name in ("not.parquet", "not.json"):
+        with pytest.raises(DataError, match=name.replace(".", r"\.")):
+            reader(tmp_path / name, streaming=streaming).take(1)
+
+
+def test_parquet_is_read_by_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list(ROWS).to_parquet(str(path), batch_size=8)
+    read: list[int] = []
+    original = pyarrow.parquet.ParquetFile.read_row_group
+
+    def counted(self: Any, group: int) -> Any:
+        read.append(group)
+        return original(self, group)
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", counted)
+    rows = ParquetRows(path)
+    assert (len(rows), read) == (30, [])
+    assert (rows[9], rows[15], rows[8]) == (ROWS[9], ROWS[15], ROWS[8])
+    assert read == [1]
+    assert list(rows) == ROWS
+    assert sorted(read) == [0, 1, 2, 3]
+    read.clear()
+    small = ParquetRows(path, RowGroupCache(most_bytes=1))
+    assert [small[i] for i in (0, 1, 29, 28, 0)] == [ROWS[i] for i in (0, 1, 29, 28, 0)]
+    assert read == [0, 3, 0]
+
+
+def test_what_checkpoints_compare_is_read_once() -> None:
+    taken: list[int] = []
+
+    class Counted(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            taken.append(index)
+            return super().__getitem__(index)
+
+    source = reader(Counted(ROWS))
+    source.take(1)
+    before = len(taken)
+    assert source.state_dict()["fingerprint"] == source.state_dict()["fingerprint"] == reader().state_dict()["fingerprint"]
+    assert len(taken) == before
 
 
 def test_lines_are_found_without_parsing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,3 +437,20 @@ def test_evaluation_rows_come_once_and_in_order(source: Any) -> None:
         read(broken, None)
     with pytest.raises(DataError, match="held out has no usable row"):
         read([{"chosen": "x", "rejected": "x"}], None)
+
+
+def test_evaluation_rows_are_kept_compactly_and_given_whole() -> None:
+    rows = [
+        EncodedResponses([[5, 6, 1], [5, 7]], 1, 0.25, 0.5, "math", 3),
+        EncodedResponses([[1], [2], [9, 8, 7]], 0, row=4),
+        EncodedResponses([[400_000, 2], [400_000, 3]], 1, row=5),
+    ]
+    kept = EvaluationRows(rows[:1])
+    kept.extend(rows[1:])
+    assert list(kept) == rows
+    assert (len(kept), kept[-1], kept[1:]) == (3, rows[2], rows[1:])
+    with pytest.raises(IndexError):
+        kept[3]
+    found = evaluation_rows(ROWS)
+    assert isinstance(found, EvaluationRows)
+    assert found[7] == feed(reader(shuffle=False)).next_rows(8)[7]

@@ -7,6 +7,7 @@ import json
 import logging
 import random
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,14 @@ class NumberedRows:
             taken.append((number, row))
         return taken
 
+    def look(self, count: int) -> list[tuple[int, Any]]:
+        """As `PreferenceReader.look`; at most an epoch."""
+        position, duplicates = self.position, self.duplicates
+        try:
+            return self.take(min(count, self.rows))
+        finally:
+            self.position, self.duplicates = position, duplicates
+
     def _number(self, position: int) -> int:
         epoch, offset = divmod(position, self.rows)
         if self._order is None or self._order[0] != epoch:
@@ -129,9 +138,10 @@ class NumberedRows:
             "held_out": len(self.held_out),
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "fingerprint": self._fingerprint(),
+            "fingerprint": self._fingerprint,
         }
 
+    @cached_property
     def _fingerprint(self) -> str:
         digest = hashlib.sha256()
         for number in np.linspace(0, self._count - 1, min(self._count, PROBED_ROWS), dtype=np.int64).tolist():

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ebft_ds.data.preference.arrays import batch_arrays, pad_id
+from ebft_ds.data.preference.arrays import batch_arrays, pad_id, rounded_up
 from ebft_ds.data.preference.encode import EncodedResponses, RewardEncoder, Skipped
 from ebft_ds.data.preference.fields import PreferenceFields
 from ebft_ds.data.preference.plain import plain
 from ebft_ds.data.preference.recipe import RewardEncoding, TruncationMode
 from ebft_ds.data.preference.rows import validate_preference_row
 from ebft_ds.data.rows import BadRow
-from ebft_ds.errors import ConfigError, DataError
+from ebft_ds.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,14 +39,18 @@ class RewardCollator:
         fields: PreferenceFields | None = None,
         remove_unused_columns: bool = True,
     ) -> None:
-        """`encoding` replaces `max_length` and `truncation_mode`; without it identical pairs are kept."""
+        """`encoding` replaces `max_length` and `truncation_mode`; without it identical pairs are kept.
+
+        `pad_to_multiple_of`: T is a multiple of it; it may then exceed `max_length`. `remove_unused_columns: False`: columns that no
+        field names are passed on as lists, as plain JSON types.
+        Raises `ConfigError` for a `pad_to_multiple_of` below 1.
+        """
         self._fields = fields or PreferenceFields()
-        if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
-            raise ConfigError(f"pad_to_multiple_of {pad_to_multiple_of}: it must be 1 or more.")
+        rounded_up(1, pad_to_multiple_of)
         recipe = encoding or RewardEncoding(max_length=max_length, truncation_mode=truncation_mode, identical_pairs="keep")
         self.encoder = RewardEncoder(processing_class, recipe)
         """Counts what it leaves out and cuts; each worker process of a DataLoader has its own."""
-        self._multiple = pad_to_multiple_of or 1
+        self._multiple = pad_to_multiple_of
         self._keeps_others = not remove_unused_columns
         self._pad = pad_id(processing_class)
 
@@ -55,7 +59,7 @@ class RewardCollator:
         given: Sequence[Mapping[str, Any]] = [rows] if isinstance(rows, Mapping) else rows
         encoded = encode_batch(given, self.encoder, self._fields)
         width = max(len(ids) for row in encoded for ids in row.group)
-        arrays = batch_arrays(encoded, width=-(-width // self._multiple) * self._multiple, pad=self._pad)
+        arrays = batch_arrays(encoded, width=rounded_up(width, self._multiple), pad=self._pad)
         batch: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
         kept = [given[row.row] for row in encoded]
         for name, values in (
@@ -68,8 +72,17 @@ class RewardCollator:
             batch["subset"] = [row.subset for row in encoded]
         if self._keeps_others:
             others = dict.fromkeys(key for row in kept for key in row if key not in self._fields.known)
-            batch.update({key: [plain(row.get(key)) for row in kept] for key in others if key not in batch})
+            batch.update(
+                {key: [_plain_column(given[row.row].get(key), key, row.row) for row in encoded] for key in others if key not in batch}
+            )
         return batch
+
+
+def _plain_column(value: Any, key: str, place: int) -> Any:
+    try:
+        return plain(value)
+    except BadRow as problem:
+        raise DataError(f"row {place + 1} of the batch {problem} in {key}; remove_unused_columns leaves it out.") from problem
 
 
 def encode_batch(rows: Sequence[Mapping[str, Any]], encoder: RewardEncoder, fields: PreferenceFields) -> list[EncodedResponses]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import numpy as np
 
-from ebft_ds.data.preference.arrays import PAIR_KEYS, batch_arrays, pad_id, padded
+from ebft_ds.data.preference.arrays import PAIR_KEYS, batch_arrays, pad_id, padded, rounded_up
 from ebft_ds.data.preference.collator import encode_batch
 from ebft_ds.data.preference.encode import EncodedResponses, RewardEncoder
 from ebft_ds.data.preference.fields import PreferenceFields
@@ -20,17 +20,24 @@ if TYPE_CHECKING:
 
 
 class CollectFunction:
-    """Raw or tokenised rows (texts also as bytes, ids also as arrays) to arrays, padded on the right to `max_sequence_length`, so that
-    all have one shape.
+    """Raw or tokenised rows (texts also as bytes, ids also as arrays) to arrays, padded on the right to `max_sequence_length`
+    (to the next multiple of `pad_to_multiple_of`), so that all have one shape.
 
     One row gives `input_ids_chosen`, `attention_mask_chosen`, `input_ids_rejected`, `attention_mask_rejected` [T] (other numbers of
     responses: `input_ids`, `attention_mask` [K, T]), for Grain to batch; a list of rows gives the keys of `RewardCollator` as arrays.
     `margin` and `preference`, float32, are always there.
     """
 
-    def __init__(self, processing_class: PreTrainedTokenizerBase, encoding: RewardEncoding, fields: PreferenceFields) -> None:
+    def __init__(
+        self,
+        processing_class: PreTrainedTokenizerBase,
+        encoding: RewardEncoding,
+        fields: PreferenceFields,
+        pad_to_multiple_of: int | None = None,
+    ) -> None:
+        """Raises `ConfigError` for a `pad_to_multiple_of` below 1."""
         self._fields = fields
-        self._width = encoding.max_length
+        self._width = rounded_up(encoding.max_length, pad_to_multiple_of)
         self._pad = pad_id(processing_class)
         self.encoder = RewardEncoder(processing_class, encoding)
 
@@ -62,11 +69,12 @@ def grain_collect_function(
     *,
     encoding: RewardEncoding | None = None,
     fields: PreferenceFields | None = None,
+    pad_to_multiple_of: int | None = None,
 ) -> CollectFunction:
     """For `dataset.map(f)`, one row at a time, or `dataset.batch(n, batch_fn=f)`.
 
     The recipe is `encoding` with these two settings; every row is kept, since Grain counts on one result a row.
-    Raises `ConfigError` for another truncation mode.
+    Raises `ConfigError` for another truncation mode, or a `pad_to_multiple_of` below 1.
     """
     if truncation_mode not in ("keep_end", "keep_start"):
         raise ConfigError(f"truncation_mode {truncation_mode!r}: a collect function takes keep_end or keep_start.")
@@ -78,7 +86,7 @@ def grain_collect_function(
     }
     base = encoding or RewardEncoding(max_length=max_sequence_length)
     recipe = RewardEncoding(**{**msgspec.structs.asdict(base), **settings})
-    return CollectFunction(processing_class, recipe, fields or PreferenceFields())
+    return CollectFunction(processing_class, recipe, fields or PreferenceFields(), pad_to_multiple_of)
 
 
 def tfds_collect_function(
@@ -88,6 +96,14 @@ def tfds_collect_function(
     *,
     encoding: RewardEncoding | None = None,
     fields: PreferenceFields | None = None,
+    pad_to_multiple_of: int | None = None,
 ) -> CollectFunction:
     """For rows as `tfds.as_numpy` yields them, a list of them or one; otherwise as `grain_collect_function`."""
-    return grain_collect_function(processing_class, max_sequence_length, truncation_mode, encoding=encoding, fields=fields)
+    return grain_collect_function(
+        processing_class,
+        max_sequence_length,
+        truncation_mode,
+        encoding=encoding,
+        fields=fields,
+        pad_to_multiple_of=pad_to_multiple_of,
+    )

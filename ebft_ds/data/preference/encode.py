@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -152,9 +153,11 @@ class RewardEncoder:
             group = truncate(group, limit, mode, self._full.end_ids).group
         return EncodedResponses(group, common_prefix(group))
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of recipe, template and vocabulary: changes when the same texts may become other ids."""
+        """SHA-256 of recipe, template and vocabulary: changes when the same texts may become other ids.
+        A large vocabulary takes seconds, once.
+        """
         recipe = msgspec.structs.replace(self.encoding, mean=None, std=None, normalize=False)
         vocabulary = hashlib.sha256(repr(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()
         parts = [msgspec.json.encode(recipe).decode(), str(self.tokenizer.chat_template), vocabulary]

@@ -11,6 +11,7 @@ from ebft_ds.collectives import Collectives
 from ebft_ds.config.sections import DataSection, RewardSection
 from ebft_ds.data.preference.by_number import RowSelection
 from ebft_ds.data.preference.encode import EncodedResponses, RewardEncoder
+from ebft_ds.data.preference.evaluation_rows import EvaluationRows
 from ebft_ds.data.preference.fields import PreferenceFields
 from ebft_ds.data.preference.reader import PreferenceSource
 from ebft_ds.data.preference.streamed import is_stream, open_stream
@@ -33,20 +34,21 @@ def read_evaluation_rows(
     split: str | None,
     max_rows: int | None,
     name: str,
-) -> list[EncodedResponses]:
+) -> Sequence[EncodedResponses]:
     """Collective: the usable rows among the first `max_rows`, in source order, on every rank. Ranks other than 0 may pass no source.
+    They are kept as `EvaluationRows`: 4 bytes a token.
 
     Left-out rows are logged under `name`. Give each set an encoder of its own, so that its counts are its own.
-    Raises `DataError` for a bad row (with `bad_rows: error`), a source that is not there, or no usable row.
+    Raises `DataError` for a bad row (with `bad_rows: error`), a source that is not there or cannot be read, or no usable row.
     """
     fields = PreferenceFields.of(reward, data)
     together = RowsTogether(encoder, collectives, fields=fields, bad_rows=data.bad_rows)
     chunks = _EvaluationChunks(source, together, data, split, max_rows) if collectives.is_main else None
-    found: list[EncodedResponses] = []
+    found = EvaluationRows()
     while batch := together.read(None if chunks is None else chunks.take).rows:
-        found += together.encode(batch)
+        found.extend(together.encode(batch))
     counts = all_counts(encoder.counts, collectives)
-    if not found:
+    if not len(found):
         raise DataError(f"{name} has no usable row. {counts.summary()}.")
     if collectives.is_main:
         logger.info("%s: %s", name, counts.summary())
@@ -75,7 +77,7 @@ class _EvaluationChunks:
         source, most = self._source, self._max_rows
         if is_stream(source):
             stream = open_stream(source, split=self._split, config_name=self._data.dataset_config)
-            rows = enumerate(islice(stream.open(), most))
+            rows = enumerate(islice(stream.rows(), most))
             return ((number, row, f"row {number + 1} of {stream.name}") for number, row in rows)
         if isinstance(source, RowSelection):
             table: RowTable | RowSelection = source

@@ -67,7 +67,7 @@ class FullEncoder:
         return self._closed(group, end, brought)
 
     def chats(self, conversations: list[list[Message]], tools: list[Any] | None, where: str) -> FullIds:
-        """The template's rendering of each conversation up to the last end token.
+        """The template's rendering of each conversation up to the end token of its last message, which is added where that has none.
 
         Raises `BadRow` for a conversation that the template refuses, `DataError` without a template.
         """
@@ -79,8 +79,11 @@ class FullEncoder:
             rendered = render(self._tokenizer, prepared, add_generation_prompt=False, chat_template_kwargs=kwargs)
         except TEMPLATE_FAILURES as error:
             raise BadRow(f"is refused by the chat template: {error}") from error
-        group = self._text.ids([self._up_to_end(text) for text in rendered])
-        group = [self._text.with_one_bos(self._cut_behind_end(ids), chat=True) for ids in group]
+        texts = [self._up_to_end(text) for text in rendered]
+        group = [
+            self._text.with_one_bos(self._cut_behind_end(ids, text, conversation, kwargs), chat=True)
+            for ids, text, conversation in zip(self._text.ids(texts), texts, prepared, strict=True)
+        ]
         return self._closed(group, end, 0)
 
     def _prepared(self, conversation: list[Message], end: int | None) -> list[Message]:
@@ -94,12 +97,25 @@ class FullEncoder:
             return text
         return text.removesuffix(self._turn.after + self._specials[self._turn.end_id])
 
-    def _cut_behind_end(self, ids: list[int]) -> list[int]:
-        """Where the rendering ends otherwise than the template's probe did, its last end token closes the answer."""
+    def _cut_behind_end(self, ids: list[int], text: str, conversation: list[Message], kwargs: dict[str, Any]) -> list[int]:
+        """Where the rendering ends otherwise than the template's probe did, its last end token may still close the answer."""
         end = self._turn.end_id
-        if not self._encoding.close or not self._turn.writes_end or end not in ids:
+        if not self._encoding.close or not self._turn.writes_end or end is None or end not in ids[:-1] or ids[-1] == end:
             return ids
-        return ids[: len(ids) - ids[::-1].index(end)]
+        kept = len(ids) - ids[::-1].index(end)
+        said = self._tokenizer.decode([token for token in ids[kept:] if token not in self._specials])
+        # Tool calls may be closed by another token; then the last end token is that of an earlier message.
+        if str(said).strip() or not self._ends_itself(text, conversation, self._specials[end], kwargs):
+            return ids
+        return ids[:kept]
+
+    def _ends_itself(self, text: str, conversation: list[Message], end: str, kwargs: dict[str, Any]) -> bool:
+        """Has the rendering more end tokens than that of the messages before the last?"""
+        try:
+            before = render(self._tokenizer, [conversation[:-1]], add_generation_prompt=False, chat_template_kwargs=kwargs)[0]
+        except TEMPLATE_FAILURES:  # not known then, and a response must not get lost
+            return False
+        return text.count(end) > before.count(end)
 
     def _end_id(self, *, chat: bool) -> int | None:
         if not self._encoding.close:

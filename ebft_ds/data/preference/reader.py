@@ -33,8 +33,8 @@ class PreferenceReader:
     def __init__(
         self, source: PreferenceSource, *, data: DataSection, reward: RewardSection, seed: int, shuffle: bool, split: str | None
     ) -> None:
-        """Reads, parses and encodes no row, so that starting takes as long for a million rows as for ten (JSON-lines files are
-        searched for line ends, at disk speed; `streaming` avoids that too).
+        """Reads, parses and encodes no row, so that starting takes as long for a million rows as for ten. Exceptions: JSON-lines files
+        are searched for line ends, at disk speed (not with `streaming`), and a .json file that holds an array is parsed whole.
 
         Raises:
             ConfigError: `eval_holdout` or `max_train_rows` of a stream.
@@ -84,7 +84,14 @@ class PreferenceReader:
 
     def take(self, count: int) -> list[tuple[int, Any]]:
         """The next (row number, raw row). Raises `DataError` for a source that fails or has no rows."""
+        self._rows.identity()  # reads what a checkpoint compares, once: here, where the caller tells other ranks of a failure
         return self._rows.take(count)
+
+    def look(self, count: int) -> list[tuple[int, Any]]:
+        """What `take` gives next, without moving the position: the first rows, before any were taken. At most `count` of them, fewer from
+        a source with fewer rows or a stream whose next block has fewer. Errors as `take`.
+        """
+        return self._rows.look(count)
 
     def where(self, number: int) -> str:
         """Where the row stands in its source."""

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from ebft_ds.data.file_rows import iterate_file
+from ebft_ds.data.reading import READ_FAILURES, failures_are_data_errors
 from ebft_ds.data.sources import (
     DataSource,
     RowTable,
@@ -21,10 +22,7 @@ from ebft_ds.data.sources import (
     is_saved_dataset,
     read_rows,
 )
-from ebft_ds.errors import DataError
-
-READ_FAILURES = (OSError, ValueError, RuntimeError, KeyError, TypeError, EOFError)
-"""What datasets, pyarrow and the network raise while rows arrive."""
+from ebft_ds.errors import DataError, EbftError
 
 
 class RowStream(msgspec.Struct, frozen=True):
@@ -33,6 +31,18 @@ class RowStream(msgspec.Struct, frozen=True):
     name: str
     open: Callable[[], Iterator[Any]]
     """The rows from the first one on, every time in the same order."""
+
+    def rows(self, start: int = 0) -> Iterator[Any]:
+        """The rows from number `start` on. Raises `DataError` where the source fails."""
+        read = start
+        try:
+            for row in itertools.islice(self.open(), start, None):
+                read += 1
+                yield row
+        except EbftError:
+            raise
+        except READ_FAILURES as error:
+            raise DataError(f"{self.name}: reading behind row {read} failed: {error or type(error).__name__}") from error
 
 
 class StreamedRows:
@@ -48,6 +58,8 @@ class StreamedRows:
         self._seed, self._shuffle, self._buffer = seed, shuffle, buffer
         self._source: Iterator[Any] | None = None
         self._block: list[tuple[int, Any]] = []
+        self._block_read: int | None = None
+        """Start of the block in memory."""
         self._epoch = 0
         self._offset = 0
         """Rows of this epoch that were taken."""
@@ -66,19 +78,32 @@ class StreamedRows:
     def take(self, count: int) -> list[tuple[int, Any]]:
         return [self._next() for _ in range(count)]
 
+    def look(self, count: int) -> list[tuple[int, Any]]:
+        """As `PreferenceReader.look`; nothing behind the present block."""
+        within = self._load_block()
+        return self._block[within : within + count]
+
     def _next(self) -> tuple[int, Any]:
-        start = self._block_start()
-        if start == self._offset or not self._block:
-            self._read_block(start)
-        within = self._offset - start
+        within = self._load_block()
         if within >= len(self._block):  # the epoch is over
-            if self._offset == 0:
-                raise DataError(f"{self._stream.name} has no rows.")
             self.rows = self._offset
-            self._epoch, self._offset, self._source, self._block = self._epoch + 1, 0, None, []
+            self._epoch, self._offset = self._epoch + 1, 0
+            self._forget_block()
             return self._next()
         self._offset += 1
         return self._block[within]
+
+    def _load_block(self) -> int:
+        """The position's place in its block, which is in memory then; behind its rows at the end of the source."""
+        start = self._block_start()
+        if start != self._block_read:
+            self._read_block(start)
+        if not self._block and self._offset == 0:
+            raise DataError(f"{self._stream.name} has no rows.")
+        return self._offset - start
+
+    def _forget_block(self) -> None:
+        self._source, self._block, self._block_read = None, [], None
 
     def _block_start(self) -> int:
         first = self._first_block()
@@ -90,13 +115,10 @@ class StreamedRows:
         return 1 + random.Random(f"stream blocks, seed {self._seed}, epoch {self._epoch}").randrange(self._buffer)
 
     def _read_block(self, start: int) -> None:
-        try:
-            if self._source is None:
-                self._source = itertools.islice(self._stream.open(), start, None)
-            rows = list(itertools.islice(self._source, self._buffer if start else self._first_block()))
-        except READ_FAILURES as error:
-            raise DataError(f"{self._stream.name}: reading behind row {start} failed: {error}") from error
-        self._block = list(enumerate(rows, start=start))
+        source, self._source = self._source or self._stream.rows(start), None  # a source that fails is not asked again
+        rows = list(itertools.islice(source, self._buffer if start else self._first_block()))
+        self._source = source
+        self._block, self._block_read = list(enumerate(rows, start=start)), start
         if self._shuffle:
             random.Random(f"stream order, seed {self._seed}, epoch {self._epoch}, row {start}").shuffle(self._block)
 
@@ -109,7 +131,7 @@ class StreamedRows:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._epoch, self._offset, self.rows = int(state["epoch"]), int(state["offset"]), state["rows"]
-        self._source, self._block = None, []
+        self._forget_block()
 
 
 def open_stream(source: Any, *, split: str | None, config_name: str | None) -> RowStream:
@@ -122,7 +144,9 @@ def open_stream(source: Any, *, split: str | None, config_name: str | None) -> R
         return _dataset_stream(source, "the streamed dataset")
     if isinstance(source, (str, Path)):
         path = Path(source).expanduser()
-        if path.is_file() and not is_json_array(path):
+        with failures_are_data_errors(lambda: str(path.absolute())):
+            is_lines = path.is_file() and not is_json_array(path)
+        if is_lines:
             return _file_stream([path], path.name)
         if path.is_dir() and not is_saved_dataset(path):
             return _file_stream(folder_files(path, split), str(path))
@@ -137,7 +161,7 @@ def _hub_stream(name: str, split: str | None, config_name: str | None) -> RowStr
 
     try:
         loaded = datasets.load_dataset(name, config_name, split=split, streaming=True)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (*READ_FAILURES, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"Dataset {name!r}: there is no such file or folder ({Path(name).absolute()}), and the hub did not give it"
             f" (configuration {config_name or 'default'}, split {split or 'any'}): {error}"

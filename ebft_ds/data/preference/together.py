@@ -59,11 +59,12 @@ class RowsTogether:
 
     def read(self, take: Callable[[], Batch] | None) -> Batch:
         """Collective: rank 0's batch on every rank; the others pass None. Its errors are raised there, and as `PeerError` elsewhere."""
-        batch, failure = Batch([], failed=True), None
+        batch = Batch([], failed=True)
+        failure: Exception | None = None
         if take is not None:
             try:
                 batch = take()
-            except EbftError as error:
+            except Exception as error:  # noqa: BLE001 - a user's source may raise anything, and the other ranks wait for the broadcast
                 failure = error
         shared = self._collectives.broadcast(batch, Batch)
         assert shared is not None
