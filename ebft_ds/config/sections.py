@@ -227,15 +227,19 @@ class RewardSection(Section):
     empty_responses: Literal["keep", "drop"] = Field("keep", description="Rows with an empty response (scored at its end token).")
     streaming: bool = Field(False, description="Read the rows one after the other and never all of them; needs max_steps.")
     shuffle_buffer_size: PositiveInt = Field(1000, description="Rows among which a stream draws the next one.")
-    remove_unused_columns: bool = Field(True, description="false: RewardCollator hands columns it does not know on, as lists.")
-    pad_to_multiple_of: PositiveInt | None = Field(None, description="Width of RewardCollator's padded arrays.")
+    remove_unused_columns: bool = Field(
+        True, description="false: RewardTrainer.data_collator passes columns that no field names on, as lists."
+    )
+    pad_to_multiple_of: PositiveInt | None = Field(
+        None, description="Width of what RewardTrainer.data_collator and its collect functions pad. Training itself pads nothing."
+    )
     reward_loss_type: Literal["bradley_terry", "hinge", "plackett_luce"] = Field(
         "bradley_terry", description="Over all pairs of a row, or (plackett_luce) over its whole ranking."
     )
     center_rewards_coefficient: NonNegativeFloat | None = Field(None, description="Weight of the squared sum of a pair's rewards.")
     label_smoothing: float = Field(0.0, ge=0.0, lt=0.5, description="Probability that a label is taken to be wrong.")
     hinge_margin: PositiveFloat = Field(1.0, description="Gap from which on `hinge` is content; a row's margin is added.")
-    torch_compile: bool = Field(False, description="Compile the network of the step functions (DeepSpeed's engine compile).")
+    torch_compile: bool = Field(False, description="Compile each block of the network: torch.compile, for training and evaluation.")
     per_device_eval_batch_size: PositiveInt | None = Field(None, description="Rows per rank in one evaluation forward; default training's.")
     eval_max_rows: PositiveInt | None = Field(None, description="Use only the first rows of each evaluation set.")
     subset_sections: dict[str, list[str]] = Field(

@@ -30,7 +30,7 @@ from ebft_ds.sync.push import SyncReport
 from ebft_ds.trainers.advantages import log_scores, step_advantages
 from ebft_ds.trainers.assembly import RunParts, build_parts
 from ebft_ds.trainers.callbacks import TrainerCallback, TrainerControl, TrainerState
-from ebft_ds.trainers.inputs import RunInputs, check_ebft, prepare_run
+from ebft_ds.trainers.inputs import RunInputs, agree, check_ebft, prepare_run
 from ebft_ds.trainers.objectives import FurtherObjectives
 from ebft_ds.trainers.phases import Phases
 from ebft_ds.trainers.policy_step import StepBatch
@@ -139,7 +139,7 @@ class AsyncEBFTTrainer:
         prepared = prepare_run(self.args, self._inputs, check_ebft, record=record)
         self.args = prepared.config
         self._phases = Phases(self.args.loss, self.args.method)
-        self._objectives = FurtherObjectives(self.args, self._reward_functions)
+        self._objectives = agree(prepared.collectives, lambda: FurtherObjectives(self.args, self._reward_functions))
         parts = build_parts(
             prepared.config,
             prepared.checked,

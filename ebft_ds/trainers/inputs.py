@@ -147,7 +147,7 @@ def agree(collectives: Collectives, action: Any) -> Any:
     if error is not None:
         raise error
     if failed:
-        raise PeerError("another rank cannot start; its message names the cause")
+        raise PeerError("another rank cannot go on; its message names the cause")
     return result
 
 

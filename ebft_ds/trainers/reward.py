@@ -22,6 +22,7 @@ from ebft_ds.data.preference import (
     EncodedResponses,
     PreferenceFields,
     PreferenceSource,
+    RewardCollator,
     RewardEncoding,
     grain_collect_function,
     tfds_collect_function,
@@ -32,7 +33,7 @@ from ebft_ds.errors import ConfigError, Preempted
 from ebft_ds.monitor.metrics import MetricsAccumulator
 from ebft_ds.rewards.preference_results import PreferenceResults
 from ebft_ds.trainers.callbacks import TrainerCallback, TrainerControl, TrainerState
-from ebft_ds.trainers.inputs import prepare_run
+from ebft_ds.trainers.inputs import agree, prepare_run
 from ebft_ds.trainers.reward_evaluation import RewardEvaluation, RewardScale
 from ebft_ds.trainers.reward_export import export_reward_model
 from ebft_ds.trainers.reward_inputs import DataCollator, RewardChecked, RewardInputs, check_reward_run
@@ -132,10 +133,19 @@ class RewardTrainer:
         parts = self._parts or self._build()
         return RewardStepFunctions(lambda rows: self._train_step(parts, rows), parts.held_out.score)
 
+    @property
+    def data_collator(self) -> DataCollator:
+        """The one given, or a RewardCollator with this trainer's tokenizer and recipe, for own DataLoaders. (Without one given, `train`
+        packs its rows and pads nothing.)"""
+        if self._inputs.data_collator is not None:
+            return self._inputs.data_collator
+        return RewardCollator(self._tokenizer(), remove_unused_columns=self.args.reward.remove_unused_columns, **self._collecting())
+
     def create_grain_collect_function(
         self, max_sequence_length: int, truncation_mode: Literal["keep_end", "keep_start"] = "keep_end"
     ) -> CollectFunction:
-        """For Grain: preference rows to arrays of `max_sequence_length`, with this trainer's tokenizer, columns and encoding."""
+        """For Grain: preference rows to arrays of `max_sequence_length` (rounded up to `pad_to_multiple_of`), with this trainer's
+        tokenizer, columns and encoding."""
         return grain_collect_function(self._tokenizer(), max_sequence_length, truncation_mode, **self._collecting())
 
     def create_tfds_collect_function(
@@ -168,6 +178,7 @@ class RewardTrainer:
         return {
             "encoding": RewardEncoding.of(self.args.reward, self.args.data),
             "fields": PreferenceFields.of(self.args.reward, self.args.data),
+            "pad_to_multiple_of": self.args.reward.pad_to_multiple_of,
         }
 
     def _build(self, *, record: bool = True) -> RewardParts:
@@ -271,7 +282,7 @@ class RewardTrainer:
         if folder is None:
             return {}
         meta = parts.checkpoints.load(parts.reward.engine, folder)
-        parts.feed.load_state_dict(meta["feed"])
+        agree(parts.collectives, lambda: parts.feed.load_state_dict(meta["feed"]))  # rank 0 alone holds it against the rows
         self.state.step, self.state.prompts_seen = meta["step"], meta["rows_seen"]
         logger.info("resumed from %s: step %d of %d", folder, self.state.step, self.state.total_steps)
         before: Mapping[str, Any] = meta["before"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ebft_ds.collectives import Collectives
@@ -73,9 +73,14 @@ class HeldOutRewards:
     loss: PreferenceLoss
     config: RewardConfig
     sets: Mapping[str, Sequence[EncodedResponses]] = field(default_factory=dict)
+    check_stop: Callable[[], None] | None = None
+    """Collective; raises Preempted where a stop signal has come."""
 
     def score(self, rows: Sequence[EncodedResponses]) -> list[list[float]]:
         """Raw rewards of each row, best response first. Collective."""
+        return self._score(rows, None)
+
+    def _score(self, rows: Sequence[EncodedResponses], check_stop: Callable[[], None] | None) -> list[list[float]]:
         groups = [row.whole_group() for row in rows]
         return score_groups(
             self.reward.engine,
@@ -84,11 +89,12 @@ class HeldOutRewards:
             self.collectives,
             token_budget=self._token_budget(groups),
             max_groups=self._batch,
+            check_stop=check_stop,
         )
 
     def run(self) -> RewardEvaluation:
-        """The numbers of every set under the current weights."""
-        raw = {name: self.score(rows) for name, rows in self.sets.items()}
+        """The numbers of every set under the current weights. Raises what `check_stop` raises."""
+        raw = {name: self._score(rows, self.check_stop) for name, rows in self.sets.items()}
         everything = [value for rewards in raw.values() for values in rewards for value in values]
         scale = RewardScale(mean(everything), standard_deviation(everything))
         return RewardEvaluation({name: self._evaluated(self.sets[name], rewards, scale) for name, rewards in raw.items()}, scale)

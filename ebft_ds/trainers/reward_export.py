@@ -9,8 +9,8 @@ import torch
 
 from ebft_ds.checkpoint.export import export_final
 from ebft_ds.config import RewardConfig
-from ebft_ds.data.preference.arrays import pad_id
 from ebft_ds.trainers.reward_evaluation import RewardScale
+from ebft_ds.trainers.reward_padding import tokenizer_with_pad
 from ebft_ds.trainers.reward_parts import RewardParts
 
 
@@ -23,14 +23,16 @@ def export_reward_model(config: RewardConfig, parts: RewardParts, scale: RewardS
     network = parts.reward.engine.network
     model = network.base_model
     model.config.architectures = [type(model).__name__]  # the checkpoint's may be a causal model's
-    model.config.pad_token_id = pad_id(parts.tokenizer)  # without one the library's forward refuses batches
+    text_config = model.config.get_text_config()
+    tokenizer = tokenizer_with_pad(parts.tokenizer, parts.encoding, text_config.vocab_size)
+    model.config.pad_token_id = text_config.pad_token_id = tokenizer.pad_token_id
     measured = scale is not None and scale.usable
     encoding = msgspec.structs.replace(
         parts.encoding, mean=scale.mean if scale and measured else None, std=scale.std if scale and measured else None
     )
     return export_final(
         network,
-        parts.tokenizer,
+        tokenizer,
         target,
         parts.collectives,
         dtype=getattr(torch, config.model.dtype),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -73,13 +73,24 @@ class CollatedFeed:
 
     def _collate(self, reader: PreferenceReader, count: int) -> Collated:
         taken = reader.take(count)
-        rows = rows_of_batch(self._collator([row for _, row in taken]))
+        numbers = [number for number, _ in taken]
+        rows = rows_of_batch(self._call([row for _, row in taken], numbers))
         if len(rows) != count:
             raise DataError(f"the data_collator was given {count} rows and gave {len(rows)}; it must keep every row")
         longest = max(len(ids) for row in rows for ids in row.group)
         if longest > self._max_length:
             raise DataError(f"the data_collator gave a sequence of {longest} tokens, over max_length {self._max_length}")
-        return Collated(_numbered(rows, [number for number, _ in taken]), reader.epoch)
+        return Collated(_numbered(rows, numbers), reader.epoch)
+
+    def _call(self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> Mapping[str, Any]:
+        try:
+            return self._collator(rows)
+        except EbftError:
+            raise
+        except Exception as error:  # a user's code may raise anything, and the other ranks wait for its answer
+            name = getattr(self._collator, "__name__", type(self._collator).__name__)
+            where = ", ".join(map(str, numbers))
+            raise DataError(f"data_collator {name} raised {type(error).__name__}: {error} (rows {where}, counted from 0)") from error
 
     def counts(self) -> EncodingCounts:
         return self._counts

@@ -17,7 +17,6 @@ from ebft_ds.config.derived_reward import RewardNumbers, derive_reward
 from ebft_ds.config.model_facts import ModelFacts
 from ebft_ds.config.preflight import check_output_dir
 from ebft_ds.data.preference import (
-    PreferenceFeed,
     PreferenceFields,
     PreferenceReader,
     PreferenceSource,
@@ -25,6 +24,7 @@ from ebft_ds.data.preference import (
     RewardEncoding,
 )
 from ebft_ds.data.preference.recipe import FILE_NAME
+from ebft_ds.data.preference.together import RowsTogether
 from ebft_ds.data.preflight import load_checked_tokenizer, load_model_facts, row_notes
 from ebft_ds.errors import ConfigError, DataError
 from ebft_ds.trainers.inputs import RunInputs
@@ -74,15 +74,16 @@ def check_reward_run(
     build_deepspeed_config(config, derive_reward(config, world_size), "actor", facts.hidden_size or None)
     notes = [*report.notes, *row_notes(config), *_encoding_notes(config, encoding), *_evaluation_notes(config, inputs)]
     reader = open_reader(config, inputs) if reads else None
-    if reader is not None and reader.rows is not None and inputs.data_collator is None:
-        _look_at_first_rows(config, open_reader(config, inputs), RewardEncoder(tokenizer, encoding))
+    if reader is not None and inputs.data_collator is None:
+        _look_at_first_rows(config, reader, RewardEncoder(tokenizer, encoding))
     return RewardChecked(facts, tokenizer, encoding, reader, notes)
 
 
 def _look_at_first_rows(config: RewardConfig, reader: PreferenceReader, encoder: RewardEncoder) -> None:
-    """Wrong columns are found out before the output folder is claimed. (A stream is not opened twice.) Errors: DataError, ModelError."""
+    """Wrong columns are found out before the output folder is claimed. Errors: DataError, ModelError."""
     fields = PreferenceFields.of(config.reward, config.data)
-    PreferenceFeed(reader, encoder, Collectives(), fields=fields, bad_rows=config.data.bad_rows).next_rows(FIRST_ROWS)
+    together = RowsTogether(encoder, Collectives(), fields=fields, bad_rows=config.data.bad_rows)
+    together.encode([together.numbered(number, row, reader.where(number)) for number, row in reader.look(FIRST_ROWS)])
 
 
 def open_reader(config: RewardConfig, inputs: RewardInputs) -> PreferenceReader:

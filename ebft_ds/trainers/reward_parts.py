@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,7 +80,11 @@ def build_reward_parts(
         config, derived, hidden_size=checked.facts.hidden_size or None, peft_config=inputs.peft_config, optimizer=optimizer
     )
     loss = PreferenceLoss.of(config.reward)
-    step = RewardStep(reward, collectives, loss=loss, run=config.run, derived=derived, check_stop=lambda: check_stop(stop, collectives))
+
+    def stop_if_asked() -> None:
+        check_stop(stop, collectives)
+
+    step = RewardStep(reward, collectives, loss=loss, run=config.run, derived=derived, check_stop=stop_if_asked)
     store = CheckpointStore(
         Path(config.run.output_dir) / "checkpoints",
         collectives,
@@ -94,7 +99,7 @@ def build_reward_parts(
         reward=reward,
         feed=feed,
         step=step,
-        held_out=HeldOutRewards(reward, collectives, loss, config, held_out),
+        held_out=HeldOutRewards(reward, collectives, loss, config, held_out, stop_if_asked),
         checkpoints=store,
         stop=stop,
     )
@@ -102,7 +107,7 @@ def build_reward_parts(
 
 def held_out_rows(
     config: RewardConfig, checked: RewardChecked, inputs: RewardInputs, collectives: Collectives
-) -> dict[str, list[EncodedResponses]]:
+) -> dict[str, Sequence[EncodedResponses]]:
     """Collective: every set's rows, encoded, on every rank. Errors: DataError."""
     return {
         name: read_evaluation_rows(

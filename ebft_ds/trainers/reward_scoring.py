@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ebft_ds.collectives import Collectives
 from ebft_ds.engine.build import ZeroEngine
@@ -21,8 +21,11 @@ def score_groups(
     *,
     token_budget: int,
     max_groups: int | None = None,
+    check_stop: Callable[[], None] | None = None,
 ) -> list[list[float]]:
     """Collective: every rank passes the same groups and gets one reward per branch of each, as the model gives it.
+
+    `check_stop`: collective, called before every micro-batch; what it raises ends the scoring on every rank.
 
     Raises:
         ConfigError: a group over `token_budget` (scoring_token_budget).
@@ -32,7 +35,9 @@ def score_groups(
         groups, collectives.world_size, packer, token_budget=token_budget, max_groups=max_groups, budget_name="scoring_token_budget"
     )
     own: list[tuple[int, list[float]]] = []
-    for indices in plan.ranks[collectives.rank]:
+    for indices in plan.ranks[collectives.rank]:  # as many on every rank
+        if check_stop is not None:
+            check_stop()
         rows = build_group_rows([groups[i] for i in indices], packer, device=engine.device)
         rewards = engine.frozen_scores(ScoreWork(rows.rows, rows.ends)).cpu().tolist()
         start = 0

@@ -19,6 +19,7 @@ from ebft_ds.data.preference import RewardCollator, RewardEncoding
 from ebft_ds.errors import CheckpointError, ConfigError, EbftError
 from ebft_ds.rewards.preference_results import PreferenceResults
 from ebft_ds.trainers.callbacks import TrainerCallback, TrainerControl, TrainerState
+from tests.distributed.engines import PARTITION_ALL
 from tests.distributed.ranks import RankAnswers, run_ranks
 from tests.integration.cli_runs import metrics
 from tools.preference_task import make_preference_task, preference_rows
@@ -35,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(output: Path, **fields: Any) -> RewardConfig:
     defaults: dict[str, Any] = {
         "output_dir": str(output), "dtype": "float32", "max_length": 48, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
-        "max_steps": 4, "save_total_limit": None, "report_to": [],
+        "max_steps": 4, "save_total_limit": None, "report_to": [], "deepspeed": PARTITION_ALL,
     }  # fmt: skip
     return RewardConfig(**(defaults | fields))
 
