@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import datasets
@@ -10,6 +11,7 @@ import pytest
 from ebft_ds.collectives import Collectives
 from ebft_ds.config.sections import DataSection, RewardSection
 from ebft_ds.data.preference import (
+    EncodedResponses,
     PreferenceFeed,
     PreferenceFields,
     PreferenceReader,
@@ -33,6 +35,17 @@ ROWS[BAD] = {"prompt": "no responses"}
 USABLE = set(range(COUNT)) - IDENTICAL - {BAD}
 
 
+class Failing(list[Any]):
+    """A source none of whose rows can be read."""
+
+    def __init__(self, rows: list[Any], error: Exception) -> None:
+        super().__init__(rows)
+        self._error = error
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self._error
+
+
 def make_feed(collectives: Collectives, rows: Any, *, streaming: bool, bad_rows: Any, template: str | None = CHATML) -> PreferenceFeed:
     data, reward = DataSection(max_seq_length=64), RewardSection(streaming=streaming, shuffle_buffer_size=8)
     reader = PreferenceReader(rows, data=data, reward=reward, seed=3, shuffle=True, split="train") if collectives.is_main else None
@@ -43,7 +56,7 @@ def make_feed(collectives: Collectives, rows: Any, *, streaming: bool, bad_rows:
 def failure(action: Any) -> str:
     try:
         action()
-    except EbftError as error:
+    except (EbftError, ZeroDivisionError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -69,19 +82,25 @@ def work(collectives: Collectives) -> dict[str, Any]:
     answers["no template"] = failure(lambda: make_feed(collectives, chats, streaming=False, bad_rows="skip", template=None).next_rows(1))
     nothing: Any = datasets.IterableDataset.from_generator(lambda: iter(()))
     answers["empty"] = failure(lambda: make_feed(collectives, nothing, streaming=True, bad_rows="skip").next_rows(1))
-    encoder = RewardEncoder(byte_level(CHATML), RewardEncoding(max_length=64))
-    evaluation = read_evaluation_rows(
-        ROWS if collectives.is_main else None,
+    gone, wrong = Failing(ROWS, OSError("the disk is gone")), Failing(ROWS, ZeroDivisionError("a user's mistake"))
+    answers["gone"] = failure(lambda: make_feed(collectives, gone, streaming=False, bad_rows="skip").next_rows(2))
+    answers["wrong"] = failure(lambda: make_feed(collectives, wrong, streaming=False, bad_rows="skip").next_rows(2))
+    answers["no evaluation"] = failure(lambda: evaluation_rows(collectives, gone))
+    answers["evaluation"] = [row.row for row in evaluation_rows(collectives, ROWS)]
+    return answers
+
+
+def evaluation_rows(collectives: Collectives, rows: Any) -> Sequence[EncodedResponses]:
+    return read_evaluation_rows(
+        rows if collectives.is_main else None,
         data=DataSection(bad_rows="skip"),
         reward=RewardSection(),
-        encoder=encoder,
+        encoder=RewardEncoder(byte_level(CHATML), RewardEncoding(max_length=64)),
         collectives=collectives,
         split=None,
         max_rows=20,
         name="held out",
     )
-    answers["evaluation"] = [row.row for row in evaluation]
-    return answers
 
 
 RANKS = RankAnswers(lambda world_size: [work(Collectives())] if world_size == 1 else run_ranks(world_size, work))
@@ -110,7 +129,13 @@ def test_errors_reach_every_rank(world_size: int) -> None:
         assert answer["strict"].startswith(f"DataError: row {BAD + 1} of the list of rows (index {BAD}) has no chosen")
     assert answers[0]["no template"].startswith("DataError: row 1 of the list of rows (index 0) is a chat prompt")
     assert answers[0]["empty"] == "DataError: the streamed dataset has no rows."
+    assert answers[0]["wrong"] == "ZeroDivisionError: a user's mistake"
+    for key in ("gone", "no evaluation"):
+        assert answers[0][key].startswith("DataError: row ")
+        assert answers[0][key].endswith("cannot be read: the disk is gone")
     for answer in answers[1:]:
+        for key in ("gone", "wrong", "no evaluation"):
+            assert answer[key].startswith("PeerError: rank 0 cannot read")
         assert answer["no template"].startswith("PeerError: another rank cannot encode its rows: row 1 of the list")
         assert answer["empty"].startswith("PeerError: rank 0 cannot read")
 
