@@ -34,7 +34,10 @@ def with_a_mistake(body: str, rng: random.Random) -> str | None:
 
 
 def function_pairs(rows: list[dict[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
-    """One pair a row: every second one with a mistake where the body allows it. Other bodies are of about the same length."""
+    """One pair a row: every second one with a mistake where the body allows it. Other bodies are of about the same length.
+
+    ValueError: a body without another one in the rows.
+    """
     by_length = sorted({row["ground_truth"] for row in rows}, key=len)
     place = {body: i for i, body in enumerate(by_length)}
     pairs = []
@@ -43,6 +46,8 @@ def function_pairs(rows: list[dict[str, Any]], rng: random.Random) -> list[dict[
         wrong, subset = (with_a_mistake(body, rng) if number % 2 else None), "mistake"
         if wrong is None:
             near = [by_length[i] for i in range(max(0, place[body] - 10), min(len(by_length), place[body] + 11)) if i != place[body]]
+            if not near:
+                raise ValueError(f"{len(rows)} row(s) hold a single distinct body, so there is no other one: add rows, or lower --held-out")
             wrong, subset = rng.choice(near), "other body"
         pairs.append({"prompt": row["prompt"], "chosen": body, "rejected": wrong, "subset": subset})
     return pairs
@@ -70,7 +75,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--held-out", type=int, default=200, help="rows of eval.jsonl")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    output = make_function_pairs(options.rows, options.output, held_out=options.held_out, seed=options.seed)
+    try:
+        output = make_function_pairs(options.rows, options.output, held_out=options.held_out, seed=options.seed)
+    except ValueError as error:
+        parser.error(str(error))
     print(f"Wrote {output / 'train.jsonl'}, {output / 'eval.jsonl'}")
 
 

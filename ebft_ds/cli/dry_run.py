@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebft_ds.cli.devices import plan_ranks
-from ebft_ds.config import LoadedRecipe, RewardConfig
+from ebft_ds.config import LoadedRecipe, RecipeConfig, RewardConfig
 
 
 class Numbers(Protocol):
@@ -41,8 +41,21 @@ def dry_run(loaded: LoadedRecipe) -> None:
 
     found = run_preflight(loaded.config, world_size=world_size, accelerators=ranks.accelerators)
     check_sidecar(loaded.config, os.environ, on_cpu=ranks.accelerators == 0, facts=found.facts)
+    check_objectives(loaded.config)
     show_notes(found.notes)
     _show(found.derived)
+
+
+def check_objectives(config: RecipeConfig) -> None:
+    """Reward models are there with their encodings and fit their token budget, and reward functions can be imported.
+
+    Errors: ModelError, ConfigError.
+    """
+    if not (config.loss.reward_models or config.loss.reward_funcs):
+        return
+    from ebft_ds.trainers.objectives import FurtherObjectives
+
+    FurtherObjectives(config, []).check()
 
 
 def _show(derived: Numbers) -> None:

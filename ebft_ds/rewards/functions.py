@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import math
 import pickle
+import sys
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import msgspec
@@ -54,6 +56,13 @@ def function_name(function: RewardFunction | str) -> str:
     if isinstance(function, str):
         return function.rpartition(":")[2]
     return getattr(function, "__name__", type(function).__name__)
+
+
+def is_of_a_module(function: RewardFunction) -> bool:
+    """Another process that imports its module gets the very same function."""
+    if not isinstance(function, FunctionType) or function.__module__ == "__main__":
+        return False
+    return getattr(sys.modules.get(function.__module__), function.__qualname__, None) is function
 
 
 def pickled_function(function: RewardFunction) -> bytes:

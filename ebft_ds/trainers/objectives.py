@@ -12,7 +12,7 @@ from ebft_ds.config import RecipeConfig
 from ebft_ds.config.sections import LossSection
 from ebft_ds.errors import ConfigError
 from ebft_ds.monitor.metrics import MetricsAccumulator
-from ebft_ds.rewards.functions import CompletionTexts, RewardFunction, call_reward_function, function_name
+from ebft_ds.rewards.functions import CompletionTexts, RewardFunction, call_reward_function, function_name, is_of_a_module
 from ebft_ds.rewards.workers import RewardFunctionPool
 from ebft_ds.trainers.assembly import RunParts
 from ebft_ds.trainers.reward_objective import RewardModelObjective, read_reward_source
@@ -33,6 +33,13 @@ class FurtherObjectives:
         self._models: list[RewardModelObjective] = []
         self._last: list[Tensor] = []
         _check_estimator(config.loss, len(self._sources), len(self._functions.names))
+
+    def check(self) -> None:
+        """Not collective: load the functions, and let go of them again. Errors: ConfigError for one that cannot be loaded."""
+        try:
+            self._functions.start()
+        finally:
+            self._functions.close()
 
     def start(self, parts: RunParts) -> None:
         """Collective: load the models, start the functions' processes. Errors: ModelError; ConfigError on rank 0, elsewhere PeerError."""
@@ -74,18 +81,17 @@ class FurtherObjectives:
 
 
 class FunctionObjectives:
-    """Rank 0's reward functions: those that the recipe names in worker processes; those given as objects too with several workers, and
-    otherwise in this process, where they keep their state and may be anything, but have no deadline."""
+    """Rank 0's reward functions: in worker processes those that the recipe names, objects that are plain functions of a module, and with
+    several workers all. Other objects are called in this process, where they keep their state and may be anything, but have no deadline."""
 
     def __init__(self, loss: LossSection, functions: Sequence[RewardFunction]) -> None:
-        pooled: list[str | RewardFunction] = list(loss.reward_funcs)
-        self._inside: list[tuple[str, RewardFunction]] = []
-        if loss.reward_num_workers > 1:
-            pooled += functions
-        else:
-            self._inside = [(function_name(function), function) for function in functions]
+        everything: list[str | RewardFunction] = [*loss.reward_funcs, *functions]
+        several = loss.reward_num_workers > 1
+        self._in_pool = [several or isinstance(function, str) or is_of_a_module(function) for function in everything]
+        pooled = [function for function, inside in zip(everything, self._in_pool, strict=True) if inside]
+        self._inside = [(function_name(f), f) for f in everything if not isinstance(f, str) and not several and not is_of_a_module(f)]
         self._pool = RewardFunctionPool(pooled, loss.reward_num_workers, loss.reward_timeout) if pooled else None
-        self.names = [*(self._pool.names if self._pool else []), *(name for name, _ in self._inside)]
+        self.names = [function_name(function) for function in everything]
 
     def start(self) -> None:
         """Rank 0. ConfigError: a function that cannot be loaded."""
@@ -93,12 +99,14 @@ class FunctionObjectives:
             self._pool.close()
             self._pool.start()
         if self._inside:
-            logger.info("called in this process, without reward_timeout: %s", ", ".join(name for name, _ in self._inside))
+            names = ", ".join(name for name, _ in self._inside)
+            logger.info("called in this process, without reward_timeout, since they are no plain functions of a module: %s", names)
 
     def call(self, texts: CompletionTexts, group_size: int) -> list[list[float]]:
         """Rank 0: N rewards per function. DataError: one that failed, hung or died."""
-        pooled = self._pool.call(texts, group_size=group_size) if self._pool is not None else []
-        return [*pooled, *(call_reward_function(name, function, texts) for name, function in self._inside)]
+        pooled = iter(self._pool.call(texts, group_size=group_size) if self._pool is not None else [])
+        inside = (call_reward_function(name, function, texts) for name, function in self._inside)
+        return [next(pooled if in_pool else inside) for in_pool in self._in_pool]
 
     def close(self) -> None:
         if self._pool is not None:

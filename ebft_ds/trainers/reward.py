@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch.distributed as dist
 from peft import PeftConfig
 from torch.optim import Optimizer
@@ -20,6 +21,7 @@ from ebft_ds.config import RewardConfig
 from ebft_ds.data.preference import (
     CollectFunction,
     EncodedResponses,
+    EncodingCounts,
     PreferenceFields,
     PreferenceSource,
     RewardCollator,
@@ -95,6 +97,8 @@ class RewardTrainer:
         self._open_report: RewardReport | None = None
         self._feed_state: dict[str, Any] = {}
         """Rank 0: the rows as of the last finished step; those that an interrupted step took come again."""
+        self._counts_before = EncodingCounts()
+        """Of the rows that a resumed run had read before."""
         self._scale: tuple[int, RewardScale] | None = None
         """Rewards on held-out rows, and the step that they were measured at."""
 
@@ -183,6 +187,7 @@ class RewardTrainer:
 
     def _build(self, *, record: bool = True) -> RewardParts:
         self.state, self._feed_state, self._scale = TrainerState(), {}, None
+        self._counts_before = EncodingCounts()
         prepared = prepare_run(self.args, self._inputs, self._check, record=record)
         self.args = prepared.config
         parts = build_reward_parts(
@@ -268,6 +273,7 @@ class RewardTrainer:
             "rows_seen": self.state.prompts_seen,
             "feed": self._feed_state,
             "before": self._report.before,
+            "counts": msgspec.to_builtins(self._row_counts(parts)),
         }
         with self._report.timer("save"):
             path = parts.checkpoints.save(parts.reward.engine, self.state.step, meta)
@@ -285,13 +291,20 @@ class RewardTrainer:
         agree(parts.collectives, lambda: parts.feed.load_state_dict(meta["feed"]))  # rank 0 alone holds it against the rows
         self.state.step, self.state.prompts_seen = meta["step"], meta["rows_seen"]
         logger.info("resumed from %s: step %d of %d", folder, self.state.step, self.state.total_steps)
+        self._counts_before = msgspec.convert(meta["counts"], EncodingCounts)
         before: Mapping[str, Any] = meta["before"]
         return before
+
+    def _row_counts(self, parts: RewardParts) -> EncodingCounts:
+        """Collective: what became of the rows since the run's very start. (Those that a stopped step had taken come twice.)"""
+        counts = msgspec.structs.replace(self._counts_before)
+        counts.merge(parts.feed.counts())
+        return counts
 
     def _finish(self, parts: RewardParts) -> None:
         for callback in self.callbacks:
             callback.on_train_end(self.state)
-        self._report.rows(parts.feed.counts())
+        self._report.rows(self._row_counts(parts))
         if self.args.checkpoint.save_at_end:
             self._save(parts)  # before anything that only looks at the result
         if self.args.monitor.eval_at_end:

@@ -105,7 +105,7 @@ def test_rewards_are_those_of_separate_sequences_and_inputs_those_of_training(fo
             training = encoder.encode(PreferenceRow(ROWS[prompt_id]["prompt"], [said, "another answer"]))
             assert list(ids) == training.group[0]
     assert max(len(ids) for row in inputs for ids in row) == 64, "one was cut"
-    torch.testing.assert_close(torch.tensor(rewards), expected_rewards(folders["keep"], inputs), rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(rewards), expected_rewards(folders["keep"], inputs), rtol=0, atol=1e-4)
     assert rewards[0][0] == rewards[0][3], "equal completions, one reward"
     assert torch.tensor(rewards).std() > 0.05
 
@@ -114,7 +114,7 @@ def test_what_the_recipe_drops_has_no_reward(folders: dict[str, Path], answers: 
     rewards, inputs = answers("drop", "padded")[0]
     missing = [(g, j) for g, row in enumerate(inputs) for j, ids in enumerate(row) if ids is None]
     assert missing == [(0, 2), (2, 1)], "the empty completion and the over-long one"
-    torch.testing.assert_close(torch.tensor(rewards), expected_rewards(folders["drop"], inputs), rtol=0, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(torch.tensor(rewards), expected_rewards(folders["drop"], inputs), rtol=0, atol=1e-4, equal_nan=True)
 
 
 def test_models_that_cannot_score_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:

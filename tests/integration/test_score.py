@@ -20,6 +20,9 @@ import pytest
 from tests.integration.cli_runs import Finished, all_gone, end_tree, environment, tree, wait_for
 from tests.integration.reward_models import make_reward_model, rows, scores_of_transformers, token_ids
 
+ROWS_TO_STOP_IN = 3000
+"""One in a round: more rounds than a fast machine does between two looks at the output."""
+
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -39,7 +42,7 @@ def start(model: Path, *arguments: Any) -> subprocess.Popen[str]:
 def run(model: Path, *arguments: Any) -> Finished:
     process = start(model, *arguments)
     try:
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=600)
     except subprocess.TimeoutExpired:
         end_tree(process.pid)
         raise AssertionError(f"not done:\n{process.communicate()[0][-4000:]}") from None
@@ -50,7 +53,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def close(found: list[list[float]], wanted: list[list[float]], allowed: float = 1e-5) -> float:
+def close(found: list[list[float]], wanted: list[list[float]], allowed: float = 1e-4) -> float:
     assert [len(row) for row in found] == [len(row) for row in wanted]
     worst = max(abs(a - b) for one, other in zip(found, wanted, strict=True) for a, b in zip(one, other, strict=True))
     assert worst < allowed
@@ -80,13 +83,14 @@ def test_two_ranks_give_the_scores_of_separate_rows(reward_model: Path, tmp_path
     assert output.read_bytes() == before
 
 
+@pytest.mark.timeout(900)
 def test_a_stopped_run_goes_on_where_it_was(reward_model: Path, tmp_path: Path) -> None:
-    data = rows(1500, seed=1)
+    data = rows(ROWS_TO_STOP_IN, seed=1)
     source, output, whole = write(tmp_path / "rows.jsonl", data), tmp_path / "scores.jsonl", tmp_path / "whole.jsonl"
-    process = start(reward_model, "--input", source, "--output", output, "--batch", 2)
+    process = start(reward_model, "--input", source, "--output", output, "--batch", 1)
     wait_for(lambda: output.exists() and output.stat().st_size > 500, "scores", process=process)
     process.send_signal(signal.SIGINT)
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate(timeout=240)
     assert process.returncode == 7, text[-3000:]
     assert "the same command goes on from there" in text
     scored = read(output)
@@ -95,7 +99,7 @@ def test_a_stopped_run_goes_on_where_it_was(reward_model: Path, tmp_path: Path) 
     assert run(reward_model, "--input", source, "--output", output).code == 0
     assert run(reward_model, "--input", source, "--output", whole).code == 0
     found, wanted = read(output), read(whole)
-    assert [line["line"] for line in found] == [line["line"] for line in wanted] == list(range(1, 1501))
+    assert [line["line"] for line in found] == [line["line"] for line in wanted] == list(range(1, ROWS_TO_STOP_IN + 1))
     close([line["scores"] for line in found], [line["scores"] for line in wanted])
 
 
@@ -145,7 +149,7 @@ def serving(model: Path, log: Path, *arguments: Any) -> Iterator[tuple[str, subp
 
 
 def ask(url: str, body: Any) -> dict[str, Any]:
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/score", json.dumps(body).encode()), timeout=60) as answer:
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/score", json.dumps(body).encode()), timeout=180) as answer:
         found: dict[str, Any] = json.load(answer)
     return found
 
@@ -166,7 +170,7 @@ def test_the_server_gives_the_same_scores_and_ends_cleanly(reward_model: Path, t
             ask(url, {"rows": [data[0], {"prompt": "a"}]})
         processes = tree(process.pid)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, (tmp_path / "log").read_text()[-3000:]
+        assert process.wait(180) == 0, (tmp_path / "log").read_text()[-3000:]
         assert all_gone(processes)
 
 
@@ -176,5 +180,5 @@ def test_a_rank_that_dies_ends_the_server(reward_model: Path, tmp_path: Path) ->
         followers = [p for p in processes if "score_rank" in " ".join(p.cmdline()) and p.environ().get("RANK") == "1"]
         assert len(followers) == 1
         followers[0].send_signal(signal.SIGKILL)
-        assert process.wait(60) not in (0, None), url
+        assert process.wait(180) not in (0, None), url
         assert all_gone([p for p in processes if isinstance(p, psutil.Process)])

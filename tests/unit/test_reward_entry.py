@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,7 @@ from ebft_ds.config.check_context import Surroundings
 from ebft_ds.config.checks import check_config
 from ebft_ds.errors import ConfigError, DataError
 from ebft_ds.trainers.reward_inputs import reward_numbers
-from tools.function_pairs import function_pairs, with_a_mistake
+from tools.function_pairs import function_pairs, main, with_a_mistake
 from tools.preference_task import listed_in, make_preference_task, preference_rows
 
 
@@ -73,3 +74,11 @@ def test_function_pairs_differ_and_keep_the_prompt() -> None:
         assert (pair["prompt"], pair["chosen"]) == (row["prompt"], row["ground_truth"])
         assert pair["rejected"] != pair["chosen"]
     assert with_a_mistake("    pass", random.Random(0)) is None
+
+
+def test_function_pairs_need_two_bodies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "a", "ground_truth": "    pass"}) + "\n")
+    with pytest.raises(SystemExit):
+        main(["--rows", str(rows), "--output", str(tmp_path / "out"), "--held-out", "0"])
+    assert "a single distinct body" in capsys.readouterr().err

@@ -9,16 +9,17 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from ebft_ds.data.rows import BadRow
 from ebft_ds.errors import ConfigError, NumericsError
 from ebft_ds.trainers.reward_evaluation import RewardScale
-from ebft_ds.trainers.score_front import ScoreFront
+from ebft_ds.trainers.score import answer_together
+from ebft_ds.trainers.score_front import ScoreFront, Work
 from ebft_ds.trainers.score_job import ScoreServer, server_key
-from ebft_ds.trainers.score_rounds import GroupIds
+from ebft_ds.trainers.score_rounds import GroupIds, ScoreRounds
 
 
 def encode(row: Any) -> list[GroupIds]:
@@ -171,3 +172,30 @@ def test_other_machines_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
         server_key(ScoreServer(host="0.0.0.0"))
     monkeypatch.setenv("EBFT_SCORE_API_KEY", "secret")
     assert server_key(ScoreServer(host="0.0.0.0")) == "secret"
+
+
+class Rounds:
+    """Scores are lengths; a round with a token 0 has one that is not finite."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def lead(self, groups: list[GroupIds]) -> list[list[float]]:
+        self.sizes.append(len(groups))
+        if any(0 in branch for group in groups for branch in group.branches):
+            raise NumericsError("a reward that is not finite")
+        return lengths(groups)
+
+
+def test_one_bad_request_of_a_round_does_not_spoil_the_others() -> None:
+    groups = [[GroupIds([], [[1, 2]])], [GroupIds([], [[0]])], [GroupIds([], [[1]]), GroupIds([], [[1, 2, 3]])]]
+    work, rounds = [Work(one) for one in groups], Rounds()
+    answer_together(work, cast(ScoreRounds, rounds))
+    assert work[0].answer.result() == [[2.0]]
+    assert isinstance(work[1].answer.exception(), NumericsError)
+    assert work[2].answer.result() == [[1.0], [3.0]]
+    assert rounds.sizes == [4, 1, 1, 2]
+    alone = Work(groups[0])
+    answer_together([alone], cast(ScoreRounds, rounds))
+    answer_together([], cast(ScoreRounds, rounds))
+    assert alone.answer.result() == [[2.0]]
