@@ -16,6 +16,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor
 
 from ebft_ds.collectives import Collectives
@@ -93,6 +95,7 @@ class ZeroEngine:
 
     def features(self, work: FeatureWork) -> list[Tensor]:
         layers: list[Tensor] = self.deepspeed(work)
+        self._end_prefetches()
         return layers
 
     def log_probs(self, work: LogProbWork) -> tuple[Tensor, Tensor | None]:
@@ -121,8 +124,18 @@ class ZeroEngine:
         try:
             with torch.no_grad():
                 yield
+            self._end_prefetches()
         finally:
             self.network.train(training)
+
+    def _end_prefetches(self) -> None:
+        """Lets go of what ZeRO-3 has begun to gather for the backward that its recorded trace goes on with, and that does not come now.
+
+        Otherwise a gather of single parameters right after it (an export, a weight push) would find some of them in flight.
+        """
+        optimizer = self.deepspeed.optimizer  # without a torch optimizer it is the offload itself
+        offload = optimizer if isinstance(optimizer, DeepSpeedZeRoOffload) else optimizer.parameter_offload
+        offload.get_param_coordinator()._clean_inflight_param_registry()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulates the gradient of `loss`, which carries global denominators: the sum over ranks and micro-batches is meant.
