@@ -16,7 +16,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor
 
@@ -124,7 +123,7 @@ class ZeroEngine:
         try:
             with torch.no_grad():
                 yield
-            self._end_prefetches()
+            pass
         finally:
             self.network.train(training)
 

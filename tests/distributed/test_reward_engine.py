@@ -17,7 +17,7 @@ from ebft_ds.config.derived_reward import derive_reward
 from ebft_ds.engine.network import ScoreHead
 from ebft_ds.errors import ModelError
 from ebft_ds.packing.whole_groups import WholeGroup
-from ebft_ds.sync.source import MergedWeightSource, full_numel
+from ebft_ds.sync.source import full_numel
 from ebft_ds.trainers.engines import row_packer
 from ebft_ds.trainers.reward_engine import load_frozen_reward_engine
 from ebft_ds.trainers.reward_scoring import score_groups
@@ -27,10 +27,6 @@ from tests.distributed.small import small_model
 from tests.unit.small_architectures import small_architecture
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_neox", "qwen3_moe")
-
-
-PREFETCHING = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**6}
-"""Every weight is partitioned, and all of a small model's are sent for ahead of time."""
 
 
 @pytest.fixture(scope="module")
@@ -180,21 +176,3 @@ def library_scores(folder: Path, groups: list[WholeGroup]) -> list[list[float]]:
         with torch.no_grad():
             found.append(network(ids, attention_mask=mask).logits[:, 0].tolist())
     return found
-
-
-def gather_after_a_forward_run(collectives: Collectives, model: Path) -> list[str]:
-    """Steps of one and the same shape, so that ZeRO-3 prefetches by its trace; then a forward without a backward, then all weights."""
-    config = reward_config(model, use_peft=True, lora_r=2, deepspeed={"zero_optimization": PREFETCHING})
-    made = reward_engine(config, collectives.world_size)
-    work = score_work(random_groups(3, 2), made.packer)
-    for step in range(3):
-        made.engine.backward(made.engine.scores(work).sum(), last=True)
-        made.engine.step(step)
-    made.engine.frozen_scores(work)
-    source = MergedWeightSource(made.engine.network, torch.float32, 2**20, is_main=collectives.is_main, only_trained=False)
-    return [name for bucket in source.buckets() for name, _ in bucket]
-
-
-def test_weights_can_be_gathered_right_after_a_forward_without_a_backward(model: Path) -> None:
-    names, _ = run_ranks(2, gather_after_a_forward_run, model)
-    assert "score.weight" in names
