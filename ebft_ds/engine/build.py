@@ -123,7 +123,7 @@ class ZeroEngine:
         try:
             with torch.no_grad():
                 yield
-            pass
+            self._end_prefetches()
         finally:
             self.network.train(training)
 
