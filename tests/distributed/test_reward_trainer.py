@@ -95,6 +95,7 @@ def resume_run(collectives: Collectives, model: Path, output: Path, resumed: Pat
     trainer(resumed, resume_from_checkpoint="auto").train()
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("stream", [False, True])
 def test_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(model: Path, tmp_path: Path, stream: bool) -> None:
     run_ranks(2, resume_run, model, tmp_path / "whole", tmp_path / "part", stream)
