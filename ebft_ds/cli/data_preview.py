@@ -32,6 +32,8 @@ def preview(
     from ebft_ds.data.prompts import load_prompt_dataset
 
     config = load_recipe(recipe, overrides or []).config
+    if config.MODE != "async":
+        raise ConfigError(f"data preview shows prompts and references; it does not read recipes of mode: {config.MODE}")
     if config.data.train_dataset is None or config.model.model_name_or_path is None:
         raise ConfigError("data preview needs model_name_or_path (for the tokenizer) and train_dataset")
     tokenizer = load_checked_tokenizer(config, load_model_facts(config))

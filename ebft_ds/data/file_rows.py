@@ -29,6 +29,8 @@ def parse_json_line(line: str | bytes, number: int) -> Any:
         return UnreadableRow(f"line {number} is not valid JSON (column {error.colno}: {error.msg})")
     except UnicodeDecodeError as error:
         return UnreadableRow(f"line {number} is not UTF-8 text ({error.reason} at byte {error.start})")
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, lists nested thousands deep
+        return UnreadableRow(f"line {number} cannot be read: {error}")
 
 
 class NumberedFileRows(Sequence[Any]):

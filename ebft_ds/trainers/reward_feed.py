@@ -42,13 +42,23 @@ class CollatedFeed:
     Args:
         reader: on rank 0 alone.
         max_length: most tokens of a sequence; the collator keeps to it.
+        vocab_size: of the model; None: ids are not held against it.
     """
 
-    def __init__(self, reader: PreferenceReader | None, collator: DataCollator, collectives: Collectives, *, max_length: int) -> None:
+    def __init__(
+        self,
+        reader: PreferenceReader | None,
+        collator: DataCollator,
+        collectives: Collectives,
+        *,
+        max_length: int,
+        vocab_size: int | None = None,
+    ) -> None:
         self._reader = reader
         self._collator = collator
         self._collectives = collectives
         self._max_length = max_length
+        self._vocab_size = vocab_size
         self._counts = EncodingCounts()
         self.rows_seen = 0
         self.epoch = 0.0
@@ -74,7 +84,7 @@ class CollatedFeed:
     def _collate(self, reader: PreferenceReader, count: int) -> Collated:
         taken = reader.take(count)
         numbers = [number for number, _ in taken]
-        rows = rows_of_batch(self._call([row for _, row in taken], numbers))
+        rows = rows_of_batch(self._call([row for _, row in taken], numbers), vocab_size=self._vocab_size)
         if len(rows) != count:
             raise DataError(f"the data_collator was given {count} rows and gave {len(rows)}; it must keep every row")
         longest = max(len(ids) for row in rows for ids in row.group)

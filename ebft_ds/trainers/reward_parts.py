@@ -127,7 +127,13 @@ def held_out_rows(
 def row_feed(config: RewardConfig, checked: RewardChecked, inputs: RewardInputs, collectives: Collectives) -> RowFeed:
     """The training rows."""
     if inputs.data_collator is not None:
-        return CollatedFeed(checked.reader, inputs.data_collator, collectives, max_length=config.data.max_seq_length)
+        return CollatedFeed(
+            checked.reader,
+            inputs.data_collator,
+            collectives,
+            max_length=config.data.max_seq_length,
+            vocab_size=checked.facts.vocab_size or None,
+        )
     return PreferenceFeed(
         checked.reader,
         RewardEncoder(checked.tokenizer, checked.encoding),

@@ -47,8 +47,14 @@ def score_groups(
     found: list[list[float]] = [[] for _ in groups]
     for share in collectives.all_gather(own):
         for index, values in share:
-            found[index] = values
+            found[index] = _equal_where_ids_are(groups[index], values)
     for index, values in enumerate(found):
         if not all(map(math.isfinite, values)):
             raise NumericsError(f"the reward model gives group {index} of {len(groups)} a reward that is not finite: {values}")
     return found
+
+
+def _equal_where_ids_are(group: WholeGroup, values: Sequence[float]) -> list[float]:
+    """Equal responses get one reward: computed at two places of a row they differ in the last digit, and a tie would be won by place."""
+    first: dict[tuple[int, ...], float] = {}
+    return [first.setdefault(tuple(branch), value) for branch, value in zip(group.branches, values, strict=True)]

@@ -111,7 +111,7 @@ class FileScores:
     def _encoded(self, number: int, text: bytes) -> _Line:
         try:
             return _Line(number, self._encoder.encode(json.loads(text.removeprefix(b"\xef\xbb\xbf") if number == 1 else text)))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            return _Line(number, [], f"is not valid JSON: {error}")
         except BadRow as error:
             return _Line(number, [], str(error))
+        except (ValueError, RecursionError) as error:  # JSON and Unicode errors are ValueErrors
+            return _Line(number, [], f"is not valid JSON: {error}")

@@ -55,6 +55,6 @@ def read_request(body: bytes, max_rows: int) -> RowsRequest:
         raise BadRequest(413, f"{len(rows)} rows in one request; at most {max_rows} (--max-rows)")
     flat = names == ["inputs"]
     for i, row in enumerate(rows if flat else ()):
-        if not isinstance(row, dict) or not ("response" in row or "messages" in row):
+        if not isinstance(row, dict) or (row.get("response") is None and row.get("messages") is None):
             raise BadRequest(400, f"input {i} has no response: inputs hold prompt and response, or messages; other rows go into rows", i)
     return RowsRequest(rows, flat)

@@ -176,3 +176,15 @@ def library_scores(folder: Path, groups: list[WholeGroup]) -> list[list[float]]:
         with torch.no_grad():
             found.append(network(ids, attention_mask=mask).logits[:, 0].tolist())
     return found
+
+
+def equal_responses_run(collectives: Collectives, folder: Path, groups: list[WholeGroup]) -> list[list[float]]:
+    engine = reward_engine(reward_config(folder), collectives.world_size)
+    return score_groups(engine.engine, engine.packer, groups, collectives, token_budget=4096)
+
+
+def test_equal_responses_get_one_reward(reward_model: Path) -> None:
+    """In one packed row they are computed at different places, which differ in the last digit: a tie must not be won by place."""
+    groups = [WholeGroup(group.prefix_ids, [group.branches[0], group.branches[1], group.branches[0]]) for group in random_groups(5, 12)]
+    for first, other, again in run_ranks(1, equal_responses_run, reward_model, groups)[0]:
+        assert first == again != other

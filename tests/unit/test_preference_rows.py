@@ -171,3 +171,22 @@ def test_bad_rows_are_named(row: Any, message: str) -> None:
 def test_margin_and_preference_are_of_a_pair(extra: dict[str, float]) -> None:
     with pytest.raises(BadRow, match=r"beside 3 responses; it is of a pair"):
         validate_preference_row({"responses": ["a", "b", "c"], **extra}, PreferenceFields())
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"input_ids_chosen": [5, 6, 0], "attention_mask_chosen": [1, 1, 0], "input_ids_rejected": [5, 7, 0]},
+            "input_ids_rejected without",
+        ),
+        (
+            {"input_ids_chosen": [5], "attention_mask_chosen": [2], "input_ids_rejected": [5], "attention_mask_rejected": [1]},
+            "other than 0 and 1",
+        ),
+        ({"chosen": "a", "rejected": "b", "margin": 10**400}, "too large"),
+    ],
+)
+def test_rows_that_would_be_read_wrongly_are_bad(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadRow, match=said):
+        validate_preference_row(row, PreferenceFields())

@@ -72,6 +72,8 @@ def _check_of_a_pair(responses: int, margin: float, preference: float, fields: P
 
 def _number(given: Mapping[str, Any], name: str, missing: float) -> float:
     value = given.get(name, missing)
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**300:
+        raise BadRow(f"has a {name} too large for a number")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise BadRow(f"has a {name} that is {value if isinstance(value, float) else 'a ' + type_name(value)}; it must be a finite number")
     return float(value)

@@ -16,6 +16,9 @@ def tokenised_responses(given: Mapping[str, Any]) -> list[list[int]] | None:
         if len(present) == 1:
             missing = next(ids for ids, _ in columns if ids not in given)
             raise BadRow(f"has {present[0]}, but no {missing}")
+        unmasked = next((ids for ids, mask in columns if ids in given and mask is not None and mask not in given), None)
+        if unmasked is not None:
+            raise BadRow(f"has {unmasked} without its attention_mask, so that padding could not be told from tokens; unpadded: chosen_ids")
         if present:
             return [_unpadded(given[ids], ids, None if mask is None else given.get(mask), mask) for ids, mask in columns]
     return None
@@ -27,6 +30,8 @@ def _unpadded(ids: Any, name: str, mask: Any, mask_name: str | None) -> list[int
     if mask is not None:
         booleans = isinstance(mask, list) and all(isinstance(one, bool) for one in mask)
         kept = _integers([int(one) for one in mask] if booleans else mask, str(mask_name))
+        if not set(kept) <= {0, 1}:
+            raise BadRow(f"has {mask_name} with values other than 0 and 1")
         if len(kept) != len(tokens):
             raise BadRow(f"has {len(tokens)} {name}, but {len(kept)} values in {mask_name}")
         tokens = [token for token, one in zip(tokens, kept, strict=True) if one]
