@@ -31,7 +31,16 @@ class ControlLoop:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result; its own deadlines bound the wait."""
-        return self.start(work).result()
+        future = self.start(work)
+        while True:
+            try:
+                return future.result(1.0)
+            except TimeoutError:
+                if future.done():  # the work's own
+                    raise
+                if not self._thread.is_alive():  # closed meanwhile: nobody would ever answer, and the interpreter's end would wait
+                    future.cancel()
+                    raise RuntimeError("the control loop was closed before the servers had answered") from None
 
     def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """The coroutine's result, later."""
