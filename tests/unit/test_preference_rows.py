@@ -190,3 +190,22 @@ def test_margin_and_preference_are_of_a_pair(extra: dict[str, float]) -> None:
 def test_rows_that_would_be_read_wrongly_are_bad(row: dict[str, Any], said: str) -> None:
     with pytest.raises(BadRow, match=said):
         validate_preference_row(row, PreferenceFields())
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"chosen": "a\ud800", "rejected": "b"}, "half a surrogate pair"),
+        (
+            {"chosen": [{"role": "assistant", "content": "\udfff"}], "rejected": [{"role": "assistant", "content": "b"}]},
+            "half a surrogate pair",
+        ),
+        ({"chosen_ids": [5, 2**70], "rejected_ids": [5]}, "more than 64 bits"),
+        ({"chosen": "a", "rejected": "b", "preference": 2**70}, "more than 64 bits"),
+        ({"prompt": [{"role": "user", "content": "q"}], "chosen": "a", "rejected": "b", "tools": "[" * 5000}, "no JSON"),
+        ({"prompt": [{"role": "user", "content": "q"}], "chosen": "a", "rejected": "b", "tools": f"[{'9' * 5000}]"}, "no JSON"),
+    ],
+)
+def test_what_json_can_spell_and_nothing_else_can_hold_is_bad(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadRow, match=said):
+        validate_preference_row(row, PreferenceFields())

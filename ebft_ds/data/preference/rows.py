@@ -44,6 +44,7 @@ def validate_preference_row(row: Any, fields: PreferenceFields) -> PreferenceRow
         raise BadRow(f"is a {type_name(row)}, not an object with fields")
     given = {str(key): plain(row[key]) for key in row if key in fields.known and row[key] is not None}
     margin = _number(given, fields.margin, 0.0)
+    _check_encodable(given)
     preference = _number(given, fields.preference, 1.0)
     if not 0.0 <= preference <= 1.0:
         raise BadRow(f"has a {fields.preference} of {preference}; it is a probability between 0 and 1")
@@ -68,6 +69,19 @@ def _check_of_a_pair(responses: int, margin: float, preference: float, fields: P
     if responses > 2 and (margin != 0.0 or preference != 1.0):
         name = fields.margin if margin != 0.0 else fields.preference
         raise BadRow(f"has a {name} beside {responses} responses; it is of a pair")
+
+
+def _check_encodable(given: Mapping[str, Any]) -> None:
+    """JSON can spell texts and numbers that neither a tokenizer nor a message to another rank can hold."""
+    for name, value in given.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except UnicodeEncodeError:
+            raise BadRow(f"has a {name} with half a surrogate pair in it, which is no text") from None
+        except OverflowError:
+            raise BadRow(f"has a {name} with a number of more than 64 bits in it") from None
+        except RecursionError:
+            raise BadRow(f"has a {name} that is nested too deep") from None
 
 
 def _number(given: Mapping[str, Any], name: str, missing: float) -> float:
@@ -135,8 +149,8 @@ def _tools(value: Any, name: str) -> list[Any] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
-        except json.JSONDecodeError as error:
-            raise BadRow(f"has {name} that are no JSON ({error.msg} at column {error.colno})") from None
+        except (ValueError, RecursionError) as error:  # also integers of thousands of digits, lists nested thousands deep
+            raise BadRow(f"has {name} that are no JSON ({error})") from None
     if value is not None and not isinstance(value, list):
         raise BadRow(f"has {name} that are a {type_name(value)}; they must be a list, or one as JSON text")
     return [without_nulls(tool) for tool in value] if value else None
