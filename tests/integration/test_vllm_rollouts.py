@@ -255,7 +255,7 @@ def test_a_request_frozen_by_a_pause_goes_on_with_both_versions(
     clients: Callable[..., RolloutClient], server: ServerProcess, reference: PreTrainedModel
 ) -> None:
     client = clients()
-    requests = [request(i, n=4, budget=220, stop=()) for i in range(16)]  # four times what the server runs at once
+    requests = [request(i, n=4, budget=220, stop=()) for i in range(32)]  # eight times what the server runs at once
     client.submit(requests)
     wait_for_tokens(server)
     client.expect_version(1)
@@ -268,7 +268,7 @@ def test_a_request_frozen_by_a_pause_goes_on_with_both_versions(
     on_server(server, relabel)
     client.confirm_version(1)
     assert client.policy_version == 1
-    found = collect(client, 16)
+    found = collect(client, 32)
     check_genuine(reference, requests, found)
     versions = {tuple(span.policy_version for span in rollout.spans) for group in found.values() for rollout in group.rollouts}
     assert (0, 1) in versions
@@ -307,13 +307,13 @@ def test_a_frozen_core_behind_a_healthy_front_is_noticed(clients: Callable[..., 
     assert pid is not None
     cores = [process for process in group_members(pid) if "EngineCore" in " ".join(process.cmdline())]
     assert len(cores) == 1
-    client.submit([request(i, n=8, budget=220, stop=()) for i in range(16)])
+    client.submit([request(i, n=8, budget=220, stop=()) for i in range(32)])
     wait_for_tokens(server)
     cores[0].suspend()
     try:
         assert on_server(server, lambda api: api.healthy(10.0))
         with pytest.raises(RolloutError, match=r"no vLLM server has answered for 4 s.*weight_info: no answer"):
-            collect(client, 4, timeout=60.0)
+            collect(client, 32, timeout=60.0)
     finally:
         cores[0].resume()
     on_server(server, lambda api: api.weight_version(60.0))
